@@ -1,0 +1,268 @@
+"""Frozen configuration dataclasses. Values only: no paths are opened and no environment is read here."""
+
+import dataclasses
+from typing import Literal
+
+from openpi_accel.errors import UserError
+
+CAMERA_SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+IMAGE_SIZE = 224
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021). The attention delta is scaled by alpha / rank."""
+
+    rank: int
+    alpha: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmaConfig:
+    """Sizes of one Gemma expert."""
+
+    width: int
+    depth: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    lora: LoraConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SiglipConfig:
+    """Sizes of the SigLIP vision tower. Images are IMAGE_SIZE squared."""
+
+    width: int
+    depth: int
+    mlp_dim: int
+    num_heads: int
+    patch_size: int = 14
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens per image."""
+        return (IMAGE_SIZE // self.patch_size) ** 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Everything that fixes the parameter tree and the arithmetic of the model."""
+
+    pi05: bool
+    paligemma: GemmaConfig
+    action_expert: GemmaConfig
+    vision: SiglipConfig
+    vocab_size: int
+    action_dim: int
+    action_horizon: int
+    dtype: Literal["bfloat16", "float32"]
+
+
+GEMMA_VARIANTS = {
+    "gemma_2b": GemmaConfig(width=2048, depth=18, mlp_dim=16384, num_heads=8, num_kv_heads=1, head_dim=256),
+    "gemma_300m": GemmaConfig(width=1024, depth=18, mlp_dim=4096, num_heads=8, num_kv_heads=1, head_dim=256),
+    "tiny": GemmaConfig(width=64, depth=3, mlp_dim=128, num_heads=4, num_kv_heads=1, head_dim=16),
+    "tiny_expert": GemmaConfig(width=32, depth=3, mlp_dim=64, num_heads=4, num_kv_heads=1, head_dim=16),
+}
+GEMMA_VARIANTS |= {
+    "gemma_2b_lora": dataclasses.replace(GEMMA_VARIANTS["gemma_2b"], lora=LoraConfig(rank=16, alpha=16.0)),
+    "gemma_300m_lora": dataclasses.replace(GEMMA_VARIANTS["gemma_300m"], lora=LoraConfig(rank=32, alpha=32.0)),
+    "tiny_lora": dataclasses.replace(GEMMA_VARIANTS["tiny"], lora=LoraConfig(rank=4, alpha=8.0)),
+    "tiny_expert_lora": dataclasses.replace(GEMMA_VARIANTS["tiny_expert"], lora=LoraConfig(rank=6, alpha=6.0)),
+}
+SIGLIP_VARIANTS = {
+    "so400m": SiglipConfig(width=1152, depth=27, mlp_dim=4304, num_heads=16),
+    "tiny": SiglipConfig(width=48, depth=2, mlp_dim=96, num_heads=3),
+}
+GemmaVariant = Literal[
+    "gemma_2b", "gemma_300m", "tiny", "tiny_expert",
+    "gemma_2b_lora", "gemma_300m_lora", "tiny_lora", "tiny_expert_lora",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model, by the names of its parts."""
+
+    pi05: bool = True
+    """True: pi0.5 (time enters by adaRMS). False: pi0 (a state token, time mixed into the action tokens)."""
+    paligemma_variant: GemmaVariant = "gemma_2b"
+    action_expert_variant: GemmaVariant = "gemma_300m"
+    vision_variant: Literal["so400m", "tiny"] = "so400m"
+    vocab_size: int = 257152
+    """Rows of the token embedding table."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype of the transformer blocks; parameters stay float32."""
+    action_dim: int = 32
+    """State and actions are zero-padded to this many dimensions."""
+    action_horizon: int = 50
+    """Steps in an action chunk."""
+    max_token_len: int | Literal["auto"] = 200
+    """Prompt tokens per sample; auto takes the longest prompt of the data, rounded up to a multiple of 4."""
+    discrete_state_input: bool = True
+    """Write the binned state into the prompt (pi0.5's default; pi05_libero turns it off)."""
+
+    def __post_init__(self) -> None:
+        experts = (GEMMA_VARIANTS[self.paligemma_variant], GEMMA_VARIANTS[self.action_expert_variant])
+        if any(getattr(experts[0], f) != getattr(experts[1], f) for f in ("depth", "num_heads", "num_kv_heads", "head_dim")):
+            raise UserError(
+                f"The two experts share attention, so {self.paligemma_variant} and {self.action_expert_variant} must agree "
+                "in depth, heads and head size. Take a matching pair, for example gemma_2b with gemma_300m."
+            )
+        if self.max_token_len != AUTO and self.max_token_len < 1:
+            raise UserError(f"--model.max-token-len is {self.max_token_len}; it must be at least 1, or auto.")
+        if self.action_horizon < 1:
+            raise UserError(f"--model.action-horizon is {self.action_horizon}; it must be at least 1.")
+
+    @property
+    def architecture(self) -> Architecture:
+        """The sizes behind the variant names."""
+        return Architecture(
+            pi05=self.pi05,
+            paligemma=GEMMA_VARIANTS[self.paligemma_variant],
+            action_expert=GEMMA_VARIANTS[self.action_expert_variant],
+            vision=SIGLIP_VARIANTS[self.vision_variant],
+            vocab_size=self.vocab_size,
+            action_dim=self.action_dim,
+            action_horizon=self.action_horizon,
+            dtype=self.dtype,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CameraKeys:
+    """Which dataset camera feeds each of the model's slots. None leaves the slot empty (zeros, masked)."""
+
+    base_0_rgb: str | None = None
+    left_wrist_0_rgb: str | None = None
+    right_wrist_0_rgb: str | None = None
+
+    def as_dict(self) -> dict[str, str]:
+        """Slot -> dataset key for the slots that are fed, in the model's order."""
+        return {slot: key for slot in CAMERA_SLOTS if (key := getattr(self, slot)) is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """A LeRobot dataset and how its columns become the model's inputs."""
+
+    repo_id: str
+    """Name of the dataset on the Hub, for example physical-intelligence/libero; also the default asset id."""
+    path: str | None = None
+    """Local dataset folder. None looks in HF_LEROBOT_HOME and the Hub cache."""
+    asset_id: str | None = None
+    """Folder of the norm statistics below assets/<config>; None is the repo id."""
+    cameras: CameraKeys | None = None
+    """Camera mapping; None proposes one from the dataset's features."""
+    state_key: str = AUTO
+    """Column of the robot state; auto takes observation.state or state."""
+    action_key: str = AUTO
+    """Column of the actions; auto takes action or actions."""
+    default_prompt: str | None = None
+    """Prompt where the dataset has no task text."""
+    delta_action_dims: int = 0
+    """The first n action dimensions are taken relative to the first n of the unnormalised state."""
+    normalization: Literal["quantile", "zscore"] = "quantile"
+    allow_truncation: bool = False
+    """Cut prompts longer than max_token_len (with a count) instead of refusing them."""
+    tokenizer_path: str | None = None
+    """SentencePiece model file; None looks for PaliGemma's below OPENPI_DATA_HOME and in the Hub cache."""
+    episodes: tuple[int, ...] | None = None
+    """Train on these episodes alone; None is all of them."""
+    prefetch_batches: int = 4
+    """Batches kept ready ahead of the step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Linear warm-up, then cosine decay; the warm-up counts into decay_steps."""
+
+    warmup_steps: int = 1000
+    peak_lr: float = 2.5e-5
+    decay_steps: int = 30000
+    decay_lr: float = 2.5e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019) after clipping of the global gradient norm."""
+
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 1e-10
+    clip_gradient_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightLoaderConfig:
+    """Base weights."""
+
+    params_path: str | None = None
+    """Folder of an Orbax `params` checkpoint, for example …/pi05_base/params; None starts from fresh weights."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    name: str
+    """Name of the config; a folder below checkpoint_base_dir and assets_base_dir."""
+    exp_name: str = ""
+    """Name of this run; a folder below <checkpoint-base-dir>/<config>."""
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig
+    weight_loader: WeightLoaderConfig = dataclasses.field(default_factory=WeightLoaderConfig)
+    lr_schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    ema_decay: float | None = 0.99
+    """Decay of the averaged parameters; None turns the average off."""
+    freeze: str = "auto"
+    """none, lora, vision, llm, all_but_action_expert, or a regular expression over parameter paths; auto is lora
+    where an expert has adapters, else none."""
+    seed: int = 42
+    batch_size: int = 32
+    """Global batch over all devices and processes."""
+    num_workers: int = 2
+    """Data workers per process."""
+    num_train_steps: int = 30000
+    log_interval: int = 100
+    save_interval: int = 1000
+    keep_period: int | None = 5000
+    """Checkpoints at multiples of this step are never deleted."""
+    fsdp_devices: int = 1
+    """Devices over which parameters, optimizer state and EMA are sharded."""
+    assets_base_dir: str = "assets"
+    checkpoint_base_dir: str = "checkpoints"
+    resume: bool = False
+    """Continue from the last checkpoint of this exp_name."""
+    overwrite: bool = False
+    """Delete an existing checkpoint folder of this exp_name first."""
+    wandb_enabled: bool = False
+    """Log to Weights & Biases too, where it is installed; a failing tracker never stops a run."""
+    project_name: str = "openpi"
+    """Weights & Biases project."""
+
+    def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise UserError("--resume and --overwrite exclude each other: choose whether to continue or to start anew.")
+        for field in ("batch_size", "num_train_steps", "log_interval", "save_interval", "fsdp_devices"):
+            if getattr(self, field) < 1:
+                raise UserError(f"--{field.replace('_', '-')} is {getattr(self, field)}; it must be at least 1.")
+        if self.num_workers < 0:
+            raise UserError(f"--num-workers is {self.num_workers}; it must be 0 or more.")
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise UserError(f"--ema-decay is {self.ema_decay}; it must be at least 0 and below 1, or None.")
+        if self.lr_schedule.decay_steps <= self.lr_schedule.warmup_steps:
+            raise UserError(
+                f"--lr-schedule.decay-steps ({self.lr_schedule.decay_steps}) counts the warm-up too, so it must be larger "
+                f"than --lr-schedule.warmup-steps ({self.lr_schedule.warmup_steps})."
+            )
+
+    @property
+    def asset_id(self) -> str:
+        """Folder of the norm statistics below assets/<config>."""
+        return self.data.asset_id or self.data.repo_id
