@@ -134,11 +134,15 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CameraKeys:
-    """Which dataset camera feeds each of the model's slots. None leaves the slot empty (zeros, masked)."""
+    """Which dataset camera feeds each of the model's slots. None leaves the slot empty (zeros, masked); with all three
+    None a mapping is proposed from the dataset's features."""
 
     base_0_rgb: str | None = None
+    """Dataset key of the outside camera."""
     left_wrist_0_rgb: str | None = None
+    """Dataset key of the (left) wrist camera."""
     right_wrist_0_rgb: str | None = None
+    """Dataset key of the right wrist camera."""
 
     def as_dict(self) -> dict[str, str]:
         """Slot -> dataset key for the slots that are fed, in the model's order."""
@@ -155,8 +159,7 @@ class DataConfig:
     """Local dataset folder. None looks in HF_LEROBOT_HOME and the Hub cache."""
     asset_id: str | None = None
     """Folder of the norm statistics below assets/<config>; None is the repo id."""
-    cameras: CameraKeys | None = None
-    """Camera mapping; None proposes one from the dataset's features."""
+    cameras: CameraKeys = dataclasses.field(default_factory=CameraKeys)
     state_key: str = AUTO
     """Column of the robot state; auto takes observation.state or state."""
     action_key: str = AUTO
