@@ -112,7 +112,7 @@ class ModelConfig:
                 f"The two experts share attention, so {self.paligemma_variant} and {self.action_expert_variant} must agree "
                 "in depth, heads and head size. Take a matching pair, for example gemma_2b with gemma_300m."
             )
-        if self.max_token_len != AUTO and self.max_token_len < 1:
+        if isinstance(self.max_token_len, int) and self.max_token_len < 1:
             raise UserError(f"--model.max-token-len is {self.max_token_len}; it must be at least 1, or auto.")
         if self.action_horizon < 1:
             raise UserError(f"--model.action-horizon is {self.action_horizon}; it must be at least 1.")
