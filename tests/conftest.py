@@ -1,0 +1,67 @@
+"""What all tests share: eight CPU devices, strict JAX, and the folder ../shared where it is there.
+
+The device count is set before JAX starts, so every test of the process sees the same eight CPU devices.
+"""
+
+import os
+import pathlib
+
+import jax
+import pytest
+
+NUM_CPU_DEVICES = 8
+REPO = pathlib.Path(__file__).resolve().parents[1]
+SHARED = REPO.parent / "shared"
+DATA = REPO / "tests" / "data"
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # inherited by the processes that tests start
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
+jax.config.update("jax_threefry_partitionable", True)  # the random streams that upstream's numbers rest on
+jax.config.update("jax_numpy_rank_promotion", "raise")  # a missing axis must not broadcast by luck
+for name in [name for name in os.environ if name.startswith("OPENPI_")]:
+    del os.environ[name]  # a switch in the developer's shell must not reach a test
+
+_DESELECTED = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what needs ../shared where that folder is absent; in CI its absence is an error."""
+    needs_shared = [item for item in items if item.get_closest_marker("shared")]
+    config.stash[_DESELECTED] = 0
+    if SHARED.is_dir() or not needs_shared:
+        return
+    if os.environ.get("CI", "").lower() in ("1", "true"):
+        raise pytest.UsageError(
+            f"CI is set, but ../shared is absent, so {len(needs_shared)} tests could not run. Lay the folder beside "
+            "the clone, or unset CI to run without them."
+        )
+    config.stash[_DESELECTED] = len(needs_shared)
+    config.hook.pytest_deselected(items=needs_shared)
+    items[:] = [item for item in items if not item.get_closest_marker("shared")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says how many tests did not run for want of ../shared."""
+    count = config.stash.get(_DESELECTED, 0)
+    state = "absent" if not SHARED.is_dir() else "present"
+    terminalreporter.write_line(f"../shared is {state}: {count} tests deselected for want of it")
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+    """The folder ../shared: goldens/, datasets/, libero/. Only for tests marked `shared`."""
+    assert SHARED.is_dir(), "a test uses the fixture `shared` without @pytest.mark.shared"
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def repo() -> pathlib.Path:
+    """The root of this checkout."""
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def data() -> pathlib.Path:
+    """tests/data: small goldens that ship with the project."""
+    return DATA
