@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from openpi_accel.train import tree
+from openpi_accel import tree
 from openpi_accel.types import Params, TrainState
 
 IsTrainable = Callable[[str], bool]
