@@ -1,0 +1,112 @@
+"""Base weights: upstream's Orbax parameter checkpoints into our parameter tree, straight to its shards."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+
+import jax
+
+from openpi_accel import tree
+from openpi_accel.errors import UserError
+from openpi_accel.orbax_tree import is_tree_folder, plain_paths, read_leaves, stored_leaves
+from openpi_accel.types import Params
+
+_ROOT = "params/"
+_FETCH = (
+    "Fetch pi0.5's base weights (public) with\n"
+    "    gcloud storage cp -r gs://openpi-assets/checkpoints/pi05_base/params DIR/pi05_base/\n"
+    "(or gsutil -m cp -r with the same arguments), then set BASE_CHECKPOINT_PATH=DIR/pi05_base/params "
+    "(or pass --weight-loader.params-path=DIR/pi05_base/params)."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsReport:
+    """What happened to the names of a loaded checkpoint.
+
+    Attributes:
+        loaded: paths taken from the checkpoint.
+        missing: paths of the model that the checkpoint lacks; they keep their fresh values.
+        unexpected: paths of the checkpoint that the model has no use for; they were not read.
+    """
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def find_params_folder(path: str | pathlib.Path) -> pathlib.Path:
+    """The folder of the parameter tree: `path` itself, or params/ in it.
+
+    Raises:
+        UserError: there is none, or the path is a gs:// address.
+    """
+    if str(path).startswith("gs://"):
+        raise UserError(f"{path} is an address, and training never downloads. {_FETCH}")
+    folder = pathlib.Path(path).expanduser()
+    for candidate in (folder, folder / "params"):
+        if is_tree_folder(candidate):
+            return candidate
+    if not folder.is_dir():
+        raise UserError(f"There are no base weights at {path}: the folder does not exist. {_FETCH}")
+    raise UserError(f"{path} holds no Orbax parameters (neither it nor its params/ has a _METADATA file). {_FETCH}")
+
+
+def load_base_params(
+    path: str | pathlib.Path, target_shapes: Params, allow_missing: Callable[[str], bool]
+) -> tuple[Params, WeightsReport]:
+    """Reads each parameter in the target's dtype, straight to the target's sharding.
+
+    Args:
+        path: a params folder, or a folder with params/ in it.
+        target_shapes: our parameter tree, leaves jax.ShapeDtypeStruct with shardings.
+        allow_missing: whether a path may be absent from the checkpoint (the adapters of LoRA).
+
+    Returns:
+        The tree of the loaded leaves alone, without the missing ones, and a report.
+
+    Raises:
+        UserError: no such folder, names missing that may not be, or other shapes; lists all of them.
+    """
+    folder = find_params_folder(path)
+    wanted: dict[str, jax.ShapeDtypeStruct] = tree.flatten(target_shapes)
+    stored = stored_leaves(folder)
+    raw = {plain.removeprefix(_ROOT): raw for plain, raw in plain_paths(stored).items()}
+
+    missing = tuple(name for name in wanted if name not in raw)
+    _check_missing(folder, wanted, [name for name in missing if not allow_missing(name)])
+    _check_shapes(folder, wanted, {name: tuple(stored[raw[name]].shape) for name in wanted if name in raw})
+
+    loaded = read_leaves(folder, {raw[name]: target for name, target in wanted.items() if name in raw})
+    report = WeightsReport(
+        loaded=tuple(name for name in wanted if name in raw),
+        missing=missing,
+        unexpected=tuple(sorted(name for name in raw if name not in wanted)),
+    )
+    return tree.unflatten({name: loaded[raw[name]] for name in report.loaded}), report
+
+
+def _check_missing(folder: pathlib.Path, wanted: Mapping[str, object], missing: list[str]) -> None:
+    if missing:
+        raise UserError(
+            f"{folder} lacks {len(missing)} of the model's {len(wanted)} parameters:\n    "
+            + "\n    ".join(missing)
+            + "\nThese weights are of another model: choose the config that they were trained with (pi05_* for pi0.5, "
+            "pi0_* for pi0), or other weights with --weight-loader.params-path."
+        )
+
+
+def _check_shapes(
+    folder: pathlib.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], stored: Mapping[str, tuple[int, ...]]
+) -> None:
+    wrong = [
+        f"{name}: the checkpoint has {shape}, the model {tuple(wanted[name].shape)}"
+        for name, shape in stored.items()
+        if shape != tuple(wanted[name].shape)
+    ]
+    if wrong:
+        raise UserError(
+            f"{folder} does not fit the model; {len(wrong)} parameters have another shape:\n    "
+            + "\n    ".join(wrong)
+            + "\nChoose the model variant that the weights were trained with."
+        )
