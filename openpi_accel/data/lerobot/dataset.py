@@ -1,0 +1,314 @@
+"""A LeRobot dataset of any version as arrays: numeric columns, action chunks, task texts and camera frames.
+
+Letters: N frames of the dataset, B rows asked for, A action horizon, D values per frame, H W image height and width.
+Rows are numbered 0..N-1 through the data files, which is lerobot's own numbering.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import pathlib
+import threading
+
+import numpy as np
+
+from openpi_accel.data.images import decode_image
+from openpi_accel.data.lerobot import v2, v3
+from openpi_accel.data.lerobot.features import Camera, Feature, read_info
+from openpi_accel.data.lerobot.index import Index, starts
+from openpi_accel.data.lerobot.parquet import ImageColumns, read_column
+from openpi_accel.data.video import VideoPool
+from openpi_accel.errors import UserError
+
+# Columns of every LeRobot dataset; one number per frame, declared with shape (1,).
+BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+_READERS = {version: reader for reader in (v2, v3) for version in reader.VERSIONS}
+
+
+class FrameError(UserError):
+    """A camera frame that cannot be read. Says where it belongs, for reports and skip lists."""
+
+    def __init__(self, root: pathlib.Path, row: int, episode: int, frame: int, camera: str, why: str) -> None:
+        super().__init__(f"dataset {root}, episode {episode}, frame {frame}, camera {camera}: {why}")
+        self.row, self.episode, self.frame, self.camera, self.why = row, episode, frame, camera, why
+
+
+def open_dataset(root: pathlib.Path) -> "LeRobotDataset":
+    """Opens a dataset folder of format v2.0, v2.1 or v3.0. Reads the index; no images and no videos.
+
+    Raises:
+        UserError: the folder is no dataset, of an unknown version, incomplete or damaged; names the file.
+    """
+    root = pathlib.Path(root)
+    info = read_info(root)
+    reader = _READERS.get(info.version)
+    if reader is None:
+        raise UserError(
+            f"{info.path} says codebase_version {info.version}; this version reads {', '.join(_READERS)}. Convert the "
+            "dataset with lerobot's own converter, or update this program if the format is newer."
+        )
+    return LeRobotDataset(root, reader.read_index(root, info))
+
+
+class LeRobotDataset:
+    """The reader. Safe to use from several threads.
+
+    Attributes:
+        root: the folder.
+        version: v2.0, v2.1 or v3.0.
+        fps: frames per second.
+        features: column or camera -> what is declared.
+        cameras: camera -> how it is stored.
+        tasks: task_index -> text.
+        num_frames, num_episodes: N, and how many episodes they are in.
+        episode_ids: (num_episodes,) the dataset's own episode numbers, in the order of the rows.
+        episode_starts: (num_episodes + 1,) first row of each episode, then N.
+    """
+
+    def __init__(self, root: pathlib.Path, index: Index) -> None:
+        self.root = root
+        self.version = index.info.version
+        self.fps = index.info.fps
+        self.features: dict[str, Feature] = index.info.features
+        self.cameras: dict[str, Camera] = index.info.cameras
+        self.tasks = index.tasks
+        self.episode_ids = index.episode_ids
+        self.episode_starts = index.episode_starts
+        self.num_episodes = len(index.episode_ids)
+        self.num_frames = int(index.episode_starts[-1])
+        self._index = index
+        self._images = ImageColumns(root)
+        self._videos = VideoPool()
+        self._lock = threading.Lock()
+        self._columns: dict[str, np.ndarray] = {}
+        self._first_frames: dict[tuple[str, int], dict[int, int]] = {}
+
+    def close(self) -> None:
+        """Closes open files and forgets what is cached; the dataset stays usable."""
+        self._videos.close()
+        self._images.clear()
+
+    def column(self, key: str) -> np.ndarray:
+        """A numeric or text column: (N,) or (N, D…), in its own dtype, read-only. Read once, then kept.
+
+        Reads only this column of the parquet files: images and videos need not be there.
+
+        Raises:
+            UserError: no such column, a camera, or a damaged file.
+        """
+        if key in self.cameras:
+            raise UserError(f"{key!r} is a camera of {self.root}; its pixels come from frames(), not column().")
+        with self._lock:
+            if key not in self._columns:
+                lengths = np.diff(self._index.data_starts).tolist()
+                parts = [
+                    read_column(path, key, length) for path, length in zip(self._index.data_files, lengths, strict=True)
+                ]
+                if len({part.shape[1:] for part in parts}) > 1:
+                    odd = next(i for i, part in enumerate(parts) if part.shape[1:] != parts[0].shape[1:])
+                    raise UserError(
+                        f"{self._index.data_files[odd]}: column {key!r} has values of shape {parts[odd].shape[1:]}, "
+                        f"but {self._index.data_files[0]} has {parts[0].shape[1:]}. Every frame needs the same."
+                    )
+                values = np.concatenate(parts)
+                values = self._shaped(key, values)
+                values.setflags(write=False)
+                self._columns[key] = values
+            return self._columns[key]
+
+    def _shaped(self, key: str, values: np.ndarray) -> np.ndarray:
+        """The declared shape: LeRobot stores shape (1,) as plain numbers, and a converter may store it as lists."""
+        if key in BOOKKEEPING:
+            return values.reshape(self.num_frames)
+        feature = self.features.get(key)
+        if feature is None or values.dtype == object:
+            return values
+        if math.prod(values.shape[1:]) != math.prod(feature.shape):
+            raise UserError(
+                f"{self.root}: column {key!r} has values of shape {values.shape[1:]}, but meta/info.json declares "
+                f"{feature.shape}. Correct info.json, or fetch the dataset again."
+            )
+        return values.reshape(self.num_frames, *feature.shape)
+
+    def episode_of(self, rows: np.ndarray) -> np.ndarray:
+        """Position of each row's episode in `episode_ids`: (B,).
+
+        Raises:
+            UserError: a row is not in the dataset.
+        """
+        rows = np.asarray(rows, np.int64).reshape(-1)
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.num_frames):
+            bad = rows[(rows < 0) | (rows >= self.num_frames)][0]
+            raise UserError(f"{self.root} has the rows 0 to {self.num_frames - 1}; row {bad} is not there.")
+        return np.searchsorted(self.episode_starts, rows, side="right") - 1
+
+    def task_of(self, rows: np.ndarray) -> list[str]:
+        """The task text of each row.
+
+        Raises:
+            UserError: a row's task_index is not in the task table.
+        """
+        rows = np.asarray(rows, np.int64).reshape(-1)
+        self.episode_of(rows)
+        numbers = self.column("task_index")[rows].tolist()
+        for row, number in zip(rows.tolist(), numbers, strict=True):
+            if number not in self.tasks:
+                raise UserError(
+                    f"{self.root}: row {row} has task_index {number}, which the task table in {self.root / 'meta'} "
+                    f"does not list (it has {len(self.tasks)} tasks). Fetch the dataset again, or add the task."
+                )
+        return [self.tasks[number] for number in numbers]
+
+    def chunk(self, key: str, rows: np.ndarray, horizon: int) -> tuple[np.ndarray, np.ndarray]:
+        """The values of this and the next frames: (B, A, D), and (B, A) True where the episode has already ended.
+
+        Past the end the episode's last value repeats.
+
+        Raises:
+            UserError: as `column`; a row is not in the dataset.
+        """
+        rows = np.asarray(rows, np.int64).reshape(-1)
+        last = self.episode_starts[self.episode_of(rows) + 1] - 1
+        wanted = rows[:, None] + np.arange(horizon)
+        values = self.column(key)
+        values = values.reshape(self.num_frames, -1)
+        return values[np.minimum(wanted, last[:, None])], wanted > last[:, None]
+
+    def frames(self, camera: str, rows: np.ndarray) -> list[np.ndarray]:
+        """Camera frames, uint8 H W 3, in the order of `rows`; read sorted by file and frame, repeated rows once.
+
+        Raises:
+            UserError: no such camera; a row is not in the dataset.
+            FrameError: a frame is missing or damaged.
+        """
+        if camera not in self.cameras:
+            known = ", ".join(self.cameras) or "none"
+            raise UserError(f"{self.root} has no camera {camera!r}. Its cameras are: {known}.")
+        rows = np.asarray(rows, np.int64).reshape(-1)
+        wanted, back = np.unique(rows, return_inverse=True)
+        episodes = self.episode_of(wanted)
+        read = self._video_frames if self.cameras[camera].kind == "video" else self._image_frames
+        frames = read(camera, wanted, episodes)
+        return [frames[position] for position in back.reshape(-1)]
+
+    def image_bytes(self, camera: str, row: int) -> bytes:
+        """The encoded image of one row, of a camera kept in parquet.
+
+        Raises:
+            FrameError: it is not there.
+        """
+        file = int(np.searchsorted(self._index.data_starts, row, side="right")) - 1
+        path = self._index.data_files[file]
+        try:
+            return self._images.read(path, camera, [row - int(self._index.data_starts[file])])[0]
+        except UserError as error:
+            raise self._frame_error(camera, row, str(error)) from error
+
+    def video_file(self, camera: str, row: int) -> pathlib.Path:
+        """The video file that holds a row's frame."""
+        clips = self._index.clips[camera]
+        return clips.files[int(clips.file_of[self.episode_of(np.array([row]))[0]])]
+
+    def fingerprint(self) -> str:
+        """A hash of version, features, tasks, episodes, and the sizes of all files: changes when the dataset does."""
+        files = [*self._index.data_files, *(file for clips in self._index.clips.values() for file in clips.files)]
+        sizes = [
+            (file.relative_to(self.root).as_posix(), file.stat().st_size if file.is_file() else None)
+            for file in sorted(set(files))
+        ]
+        content = {
+            "version": self.version,
+            "fps": self.fps,
+            "features": {key: dataclasses.asdict(feature) for key, feature in self.features.items()},
+            "tasks": sorted(self.tasks.items()),
+            "episodes": self.episode_ids.tolist(),
+            "starts": self.episode_starts.tolist(),
+            "files": sizes,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def _frame_error(self, camera: str, row: int, why: str) -> FrameError:
+        episode = int(self.episode_of(np.array([row]))[0])
+        frame = row - int(self.episode_starts[episode])
+        return FrameError(self.root, row, int(self.episode_ids[episode]), frame, camera, why)
+
+    def _image_frames(self, camera: str, rows: np.ndarray, episodes: np.ndarray) -> list[np.ndarray]:
+        frames = []
+        for row in rows.tolist():
+            data = self.image_bytes(camera, row)
+            try:
+                frames.append(decode_image(data))
+            except UserError as error:
+                file = self._index.data_files[int(np.searchsorted(self._index.data_starts, row, side="right")) - 1]
+                raise self._frame_error(camera, row, f"{error}, in {file}") from error
+        return frames
+
+    def _video_frames(self, camera: str, rows: np.ndarray, episodes: np.ndarray) -> list[np.ndarray]:
+        clips = self._index.clips[camera]
+        files = clips.file_of[episodes]
+        frames: list[np.ndarray | None] = [None] * len(rows)
+        for file in np.unique(files).tolist():
+            mine = np.flatnonzero(files == file)
+            path = clips.files[file]
+            try:
+                first = self._first_frame(camera, file)
+                numbers = [
+                    first[int(episodes[i])] + int(rows[i] - self.episode_starts[episodes[i]]) for i in mine.tolist()
+                ]
+            except UserError as error:
+                raise self._frame_error(camera, int(rows[mine[0]]), str(error)) from error
+            try:
+                found = self._videos.frames(path, numbers)
+            except UserError:
+                found = [
+                    self._video_frame(camera, row, path, n) for row, n in zip(rows[mine].tolist(), numbers, strict=True)
+                ]
+            for i, frame in zip(mine.tolist(), found, strict=True):
+                frames[i] = frame
+        return [frame for frame in frames if frame is not None]
+
+    def _video_frame(self, camera: str, row: int, path: pathlib.Path, number: int) -> np.ndarray:
+        """One frame alone, so that an error names its row."""
+        try:
+            return self._videos.frames(path, [number])[0]
+        except UserError as error:
+            raise self._frame_error(camera, row, str(error)) from error
+
+    def _first_frame(self, camera: str, file: int) -> dict[int, int]:
+        """Position of an episode -> number of its first frame in the video file; for the file's episodes.
+
+        Where the episodes fill the file exactly, this is the running sum of their lengths. Otherwise (a file that also
+        holds frames of deleted episodes) it is the frame nearest to the declared time, by the file's own time stamps.
+        """
+        with self._lock:
+            if (camera, file) in self._first_frames:
+                return self._first_frames[camera, file]
+        clips = self._index.clips[camera]
+        path = clips.files[file]
+        table = self._videos.table(path)
+        episodes = np.flatnonzero(clips.file_of == file)
+        episodes = episodes[np.argsort(clips.from_s[episodes], kind="stable")]
+        lengths = self.episode_starts[episodes + 1] - self.episode_starts[episodes]
+        if lengths.sum() == table.num_frames:
+            first = starts(lengths)[:-1]
+        else:
+            times, declared = table.times_s, clips.from_s[episodes]
+            right = np.clip(np.searchsorted(times, declared), 1, max(table.num_frames - 1, 1))
+            right = np.minimum(right, table.num_frames - 1)
+            left = np.maximum(right - 1, 0)
+            first = np.where(declared - times[left] <= times[right] - declared, left, right)
+            short = np.flatnonzero(
+                (first + lengths > table.num_frames) | (np.abs(times[first] - declared) > 0.5 / self.fps)
+            )
+            if len(short):
+                i = short[0]
+                raise UserError(
+                    f"{path} has {table.num_frames} frames, but episode {self.episode_ids[episodes[i]]} with "
+                    f"{lengths[i]} frames starts {declared[i]:.3f} s into it. The video is cut short or "
+                    "from another version of the dataset; fetch it again."
+                )
+        result = dict(zip(episodes.tolist(), first.tolist(), strict=True))
+        with self._lock:
+            self._first_frames[camera, file] = result
+        return result
