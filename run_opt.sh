@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Trains with every acceleration that exists. bash run_opt.sh --help
+set -euo pipefail
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=scripts/launch.sh
+source "$REPO/scripts/launch.sh"
+
+if wants_help "$@"; then
+    cat <<'TEXT'
+usage: bash run_opt.sh [CONFIG] [OPTION …]
+Trains with every acceleration on. `bash run_opt.sh pi05_demo` needs no GPU, no data and no weights.
+
+TEXT
+    common_usage
+    cat <<'TEXT'
+  OPENPI_STRICT_EQUIV=1  leave out the XLA flags that may reorder arithmetic
+  OPENPI_SKIP_IMAGES, OPENPI_SKIP_VIDEO_DECODE, XLA_FLAGS, JAX_OPTIMIZATION_LEVEL
+                         your own value is kept
+TEXT
+    exit 0
+fi
+
+choose_config "$@"
+CUDA_SET=$(cuda_set)
+acceleration
+launch opt "${ACCELERATED[@]}"

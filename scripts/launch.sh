@@ -1,0 +1,89 @@
+# What run_baseline.sh, run_opt.sh and run_multinode.sh share; they set REPO and source this file.
+# shellcheck source=scripts/setup_env.sh
+source "$REPO/scripts/setup_env.sh"
+
+DEFAULT_CONFIG=pi05_libero
+XLA_GPU_FLAGS="--xla_gpu_triton_gemm_any=false --xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_pipelined_all_gather=true"
+
+common_usage() {
+    cat <<'TEXT'
+  CONFIG                 config name (default pi05_libero); `CONFIG --help` lists its options
+  OPTION                 passed on to scripts/train.py; what you give wins over what the launcher sets
+
+Environment:
+  EXP_NAME               name of the run; its folder is checkpoints/CONFIG/EXP_NAME
+  RESUME=1               continue the run of that name; otherwise it is started anew, over what is there
+  SAVE_INTERVAL          save every so many steps (the last step is always saved)
+  DATA_PATH              LeRobot dataset folder
+  BASE_CHECKPOINT_PATH   base weights, …/pi05_base/params
+  OPENPI_PYTHON          a Python that has the packages; nothing is installed then
+TEXT
+}
+
+choose_config() { # the arguments; sets CONFIG and REST
+    CONFIG=$DEFAULT_CONFIG
+    if (($#)) && [[ $1 != -* ]]; then
+        CONFIG=$1
+        shift
+    fi
+    REST=("$@")
+}
+
+wants_help() { (($# == 1)) && [[ $1 == -h || $1 == --help ]]; }
+
+given() { # option name -> whether the user gave it
+    local argument
+    for argument in "${REST[@]}"; do
+        [[ $argument == "$1" || $argument == "$1="* ]] && return 0
+    done
+    return 1
+}
+
+acceleration() { # sets ACCELERATED and the environment of the accelerations that exist; needs CONFIG and CUDA_SET
+    ACCELERATED=()
+    export OPENPI_SKIP_VIDEO_DECODE="${OPENPI_SKIP_VIDEO_DECODE-1}"
+    # The demo is small: starting eight workers would take longer than it trains.
+    [[ $CONFIG == pi05_demo ]] || ACCELERATED+=(--num-workers 8)
+    if [[ $CONFIG == *libero* ]]; then # two cameras, and no prompt of LIBERO is longer than 28 tokens
+        export OPENPI_SKIP_IMAGES="${OPENPI_SKIP_IMAGES-right_wrist_0_rgb}"
+        ACCELERATED+=(--model.max-token-len 28)
+    else
+        export OPENPI_SKIP_IMAGES="${OPENPI_SKIP_IMAGES-auto}"
+        ACCELERATED+=(--model.max-token-len auto)
+    fi
+    local shown="OPENPI_SKIP_VIDEO_DECODE=$OPENPI_SKIP_VIDEO_DECODE OPENPI_SKIP_IMAGES=$OPENPI_SKIP_IMAGES ${ACCELERATED[*]}"
+    if switch_is_on OPENPI_STRICT_EQUIV; then
+        shown+="; XLA's defaults (OPENPI_STRICT_EQUIV)"
+    elif [[ -n $CUDA_SET ]]; then
+        export JAX_OPTIMIZATION_LEVEL="${JAX_OPTIMIZATION_LEVEL-O1}"
+        export XLA_FLAGS="$XLA_GPU_FLAGS${XLA_FLAGS:+ $XLA_FLAGS}" # the last of two equal flags counts: the user's
+        shown+=" JAX_OPTIMIZATION_LEVEL=$JAX_OPTIMIZATION_LEVEL XLA_FLAGS='$XLA_FLAGS'"
+    fi
+    say "accelerations: $shown"
+}
+
+launch() { # suffix of the default experiment name, then the launcher's own options; needs CONFIG, REST and CUDA_SET
+    local suffix=$1 options=() script=train.py
+    shift
+    EXP_NAME=${EXP_NAME:-${CONFIG}_$suffix}
+    options=("--exp-name=$EXP_NAME" "$@")
+    if switch_is_on RESUME; then
+        given --overwrite && fail "RESUME=1 and --overwrite exclude each other: choose whether to continue or to start anew."
+        options+=(--resume)
+    elif ! given --resume && ! given --overwrite && ! given --no-overwrite; then
+        options+=(--overwrite)
+    fi
+    if [[ -n ${SAVE_INTERVAL:-} ]]; then
+        [[ $SAVE_INTERVAL =~ ^[1-9][0-9]*$ ]] || fail "SAVE_INTERVAL=$SAVE_INTERVAL is no number of steps. Write for example SAVE_INTERVAL=1000."
+        options+=("--save-interval=$SAVE_INTERVAL")
+    fi
+    [[ -n ${DATA_PATH:-} ]] && options+=("--data.path=$DATA_PATH")
+    [[ -n ${BASE_CHECKPOINT_PATH:-} ]] && options+=("--weight-loader.params-path=$BASE_CHECKPOINT_PATH")
+    # A run is found again from wherever it is started.
+    [[ $PWD -ef $REPO ]] || options+=("--assets-base-dir=$REPO/assets" "--checkpoint-base-dir=$REPO/checkpoints")
+    [[ $CONFIG == pi05_demo ]] && script=demo.py # writes the dataset, trains by the same code, evaluates
+    ensure_python "${CUDA_SET:-cpu}"
+    export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"
+    say "$CONFIG, experiment $EXP_NAME, $PYTHON"
+    exec "$PYTHON" "$REPO/scripts/$script" "$CONFIG" "${options[@]}" "${REST[@]}"
+}
