@@ -1,0 +1,71 @@
+"""The folder of one run, <checkpoint-base-dir>/<config>/<exp_name>: may it be used, and what does it hold."""
+
+import pathlib
+import shutil
+
+import jax
+from jax.experimental import multihost_utils
+
+from openpi_accel.errors import UserError
+
+_TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+def committed_steps(folder: pathlib.Path) -> list[int]:
+    """Loop indices of the complete checkpoints, ascending. Only those have plain numbers as names."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and (entry / "params").is_dir())
+
+
+def prepare_run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -> int | None:
+    """Makes the folder ready for a run; every process calls this.
+
+    Clears what an interrupted save left behind. A run that was stopped before its first save starts again when resumed.
+
+    Returns:
+        The loop index of the checkpoint to resume from, or None for a fresh start.
+
+    Raises:
+        UserError: the folder is in use without resume or overwrite, or there is nothing to resume.
+    """
+    in_use = folder.is_dir() and any(folder.iterdir())
+    steps = committed_steps(folder)
+    if in_use and not resume and not overwrite:
+        last = f" (last checkpoint: {steps[-1]})" if steps else ""
+        raise UserError(
+            f"{folder} already holds a run{last}. Continue it with --resume (launchers: RESUME=1), start anew and "
+            "delete it with --overwrite, or choose another --exp-name (launchers: EXP_NAME)."
+        )
+    if resume and not in_use:
+        raise UserError(
+            f"--resume, but there is nothing to resume in {folder}. Check --exp-name (launchers: EXP_NAME) and "
+            f"--checkpoint-base-dir, or leave --resume out to start a run. {_known_runs(folder)}"
+        )
+    _barrier("run_folder_seen")  # nobody changes the folder before everybody has looked
+    if jax.process_index() == 0:
+        if overwrite and folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+    _barrier("run_folder_ready")
+    return steps[-1] if resume and steps else None
+
+
+def remove_leftovers(folder: pathlib.Path) -> None:
+    """Deletes what saves that were killed or failed have left; complete checkpoints have other names."""
+    for entry in folder.iterdir():
+        if _TEMPORARY in entry.name:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _known_runs(folder: pathlib.Path) -> str:
+    if not folder.parent.is_dir():
+        return ""
+    runs = sorted(entry.name for entry in folder.parent.iterdir() if entry.is_dir() and committed_steps(entry))
+    return f"Runs that can be resumed there: {', '.join(runs)}." if runs else ""
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
