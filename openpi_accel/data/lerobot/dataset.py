@@ -13,25 +13,17 @@ import threading
 
 import numpy as np
 
-from openpi_accel.data.images import decode_image
+from openpi_accel.data.images import image_format
 from openpi_accel.data.lerobot import v2, v3
 from openpi_accel.data.lerobot.features import Camera, Feature, read_info
-from openpi_accel.data.lerobot.index import Index, starts
-from openpi_accel.data.lerobot.parquet import ImageColumns, read_column
-from openpi_accel.data.video import VideoPool
+from openpi_accel.data.lerobot.frames import FrameReader
+from openpi_accel.data.lerobot.index import Index
+from openpi_accel.data.lerobot.parquet import read_column
 from openpi_accel.errors import UserError
 
 # Columns of every LeRobot dataset; one number per frame, declared with shape (1,).
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 _READERS = {version: reader for reader in (v2, v3) for version in reader.VERSIONS}
-
-
-class FrameError(UserError):
-    """A camera frame that cannot be read. Says where it belongs, for reports and skip lists."""
-
-    def __init__(self, root: pathlib.Path, row: int, episode: int, frame: int, camera: str, why: str) -> None:
-        super().__init__(f"dataset {root}, episode {episode}, frame {frame}, camera {camera}: {why}")
-        self.row, self.episode, self.frame, self.camera, self.why = row, episode, frame, camera, why
 
 
 def open_dataset(root: pathlib.Path) -> "LeRobotDataset":
@@ -78,16 +70,13 @@ class LeRobotDataset:
         self.num_episodes = len(index.episode_ids)
         self.num_frames = int(index.episode_starts[-1])
         self._index = index
-        self._images = ImageColumns(root)
-        self._videos = VideoPool()
+        self._frames = FrameReader(root, index)
         self._lock = threading.Lock()
         self._columns: dict[str, np.ndarray] = {}
-        self._first_frames: dict[tuple[str, int], dict[int, int]] = {}
 
     def close(self) -> None:
         """Closes open files and forgets what is cached; the dataset stays usable."""
-        self._videos.close()
-        self._images.clear()
+        self._frames.close()
 
     def column(self, key: str) -> np.ndarray:
         """A numeric or text column: (N,) or (N, D…), in its own dtype, read-only. Read once, then kept.
@@ -187,28 +176,19 @@ class LeRobotDataset:
             raise UserError(f"{self.root} has no camera {camera!r}. Its cameras are: {known}.")
         rows = np.asarray(rows, np.int64).reshape(-1)
         wanted, back = np.unique(rows, return_inverse=True)
-        episodes = self.episode_of(wanted)
-        read = self._video_frames if self.cameras[camera].kind == "video" else self._image_frames
-        frames = read(camera, wanted, episodes)
+        self.episode_of(wanted)
+        frames = self._frames.read(camera, wanted)
         return [frames[position] for position in back.reshape(-1)]
 
-    def image_bytes(self, camera: str, row: int) -> bytes:
-        """The encoded image of one row, of a camera kept in parquet.
+    def codec_of(self, camera: str, row: int = 0) -> str:
+        """How one row's frame is encoded, as its bytes say: png, jpeg, av1, h264, …
 
         Raises:
-            FrameError: it is not there.
+            FrameError: the image or video file is missing or damaged.
         """
-        file = int(np.searchsorted(self._index.data_starts, row, side="right")) - 1
-        path = self._index.data_files[file]
-        try:
-            return self._images.read(path, camera, [row - int(self._index.data_starts[file])])[0]
-        except UserError as error:
-            raise self._frame_error(camera, row, str(error)) from error
-
-    def video_file(self, camera: str, row: int) -> pathlib.Path:
-        """The video file that holds a row's frame."""
-        clips = self._index.clips[camera]
-        return clips.files[int(clips.file_of[self.episode_of(np.array([row]))[0]])]
+        if self.cameras[camera].kind == "video":
+            return self._frames.video_table(camera, row).codec
+        return image_format(self._frames.image_bytes(camera, row))
 
     def fingerprint(self) -> str:
         """A hash of version, features, tasks, episodes, and the sizes of all files: changes when the dataset does."""
@@ -227,88 +207,3 @@ class LeRobotDataset:
             "files": sizes,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-    def _frame_error(self, camera: str, row: int, why: str) -> FrameError:
-        episode = int(self.episode_of(np.array([row]))[0])
-        frame = row - int(self.episode_starts[episode])
-        return FrameError(self.root, row, int(self.episode_ids[episode]), frame, camera, why)
-
-    def _image_frames(self, camera: str, rows: np.ndarray, episodes: np.ndarray) -> list[np.ndarray]:
-        frames = []
-        for row in rows.tolist():
-            data = self.image_bytes(camera, row)
-            try:
-                frames.append(decode_image(data))
-            except UserError as error:
-                file = self._index.data_files[int(np.searchsorted(self._index.data_starts, row, side="right")) - 1]
-                raise self._frame_error(camera, row, f"{error}, in {file}") from error
-        return frames
-
-    def _video_frames(self, camera: str, rows: np.ndarray, episodes: np.ndarray) -> list[np.ndarray]:
-        clips = self._index.clips[camera]
-        files = clips.file_of[episodes]
-        frames: list[np.ndarray | None] = [None] * len(rows)
-        for file in np.unique(files).tolist():
-            mine = np.flatnonzero(files == file)
-            path = clips.files[file]
-            try:
-                first = self._first_frame(camera, file)
-                numbers = [
-                    first[int(episodes[i])] + int(rows[i] - self.episode_starts[episodes[i]]) for i in mine.tolist()
-                ]
-            except UserError as error:
-                raise self._frame_error(camera, int(rows[mine[0]]), str(error)) from error
-            try:
-                found = self._videos.frames(path, numbers)
-            except UserError:
-                found = [
-                    self._video_frame(camera, row, path, n) for row, n in zip(rows[mine].tolist(), numbers, strict=True)
-                ]
-            for i, frame in zip(mine.tolist(), found, strict=True):
-                frames[i] = frame
-        return [frame for frame in frames if frame is not None]
-
-    def _video_frame(self, camera: str, row: int, path: pathlib.Path, number: int) -> np.ndarray:
-        """One frame alone, so that an error names its row."""
-        try:
-            return self._videos.frames(path, [number])[0]
-        except UserError as error:
-            raise self._frame_error(camera, row, str(error)) from error
-
-    def _first_frame(self, camera: str, file: int) -> dict[int, int]:
-        """Position of an episode -> number of its first frame in the video file; for the file's episodes.
-
-        Where the episodes fill the file exactly, this is the running sum of their lengths. Otherwise (a file that also
-        holds frames of deleted episodes) it is the frame nearest to the declared time, by the file's own time stamps.
-        """
-        with self._lock:
-            if (camera, file) in self._first_frames:
-                return self._first_frames[camera, file]
-        clips = self._index.clips[camera]
-        path = clips.files[file]
-        table = self._videos.table(path)
-        episodes = np.flatnonzero(clips.file_of == file)
-        episodes = episodes[np.argsort(clips.from_s[episodes], kind="stable")]
-        lengths = self.episode_starts[episodes + 1] - self.episode_starts[episodes]
-        if lengths.sum() == table.num_frames:
-            first = starts(lengths)[:-1]
-        else:
-            times, declared = table.times_s, clips.from_s[episodes]
-            right = np.clip(np.searchsorted(times, declared), 1, max(table.num_frames - 1, 1))
-            right = np.minimum(right, table.num_frames - 1)
-            left = np.maximum(right - 1, 0)
-            first = np.where(declared - times[left] <= times[right] - declared, left, right)
-            short = np.flatnonzero(
-                (first + lengths > table.num_frames) | (np.abs(times[first] - declared) > 0.5 / self.fps)
-            )
-            if len(short):
-                i = short[0]
-                raise UserError(
-                    f"{path} has {table.num_frames} frames, but episode {self.episode_ids[episodes[i]]} with "
-                    f"{lengths[i]} frames starts {declared[i]:.3f} s into it. The video is cut short or "
-                    "from another version of the dataset; fetch it again."
-                )
-        result = dict(zip(episodes.tolist(), first.tolist(), strict=True))
-        with self._lock:
-            self._first_frames[camera, file] = result
-        return result

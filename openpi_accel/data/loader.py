@@ -1,0 +1,184 @@
+"""Batches in a fixed order, made ahead by worker threads.
+
+The order is a pure function of (seed, epoch): the same for any number of workers and processes. Threads are enough as
+workers: image decoding, video decoding and resizing run outside Python's global lock.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from openpi_accel.errors import UserError
+
+_MAX_NAMED = 8
+
+
+def epoch_order(seed: int, epoch: int, num_rows: int) -> np.ndarray:
+    """The permutation of 0..num_rows-1 in which an epoch visits the rows.
+
+    Rows are sorted by the raw 64-bit output of Philox 4x64-10 (Salmon et al. 2011) keyed by numpy's
+    SeedSequence([seed, epoch]). NumPy guarantees both streams for good, unlike those of `Generator.permutation`, so the
+    order survives updates.
+    """
+    bits = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
+    return np.argsort(bits, kind="stable")
+
+
+class SampleOrder:
+    """Sample number, counted from the start of training over all epochs, to dataset row. Constant time at any point."""
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self.num_rows, self.seed = num_rows, seed
+        self._epochs: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """The rows of samples first..first+count-1: (count,) int64; goes on into the next epoch."""
+        parts = []
+        while count > 0:
+            epoch, at = divmod(first, self.num_rows)
+            part = self._epoch(epoch)[at : at + count]
+            parts.append(part)
+            first, count = first + len(part), count - len(part)
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        if epoch not in self._epochs:
+            self._epochs[epoch] = epoch_order(self.seed, epoch, self.num_rows)
+            if len(self._epochs) > 2:
+                self._epochs.popitem(last=False)
+        return self._epochs[epoch]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedBatch[T]:
+    """One batch.
+
+    Attributes:
+        batch: this process's share, as `load_batch` made it.
+        sample_ids: (batch_size,) the rows of the global batch, equal in every process.
+        next_sample: the position to resume from after this batch.
+    """
+
+    batch: T
+    sample_ids: np.ndarray
+    next_sample: int
+
+
+class Loader[T]:
+    """Endless batches; every row occurs once per epoch, and a batch may span the border of two epochs.
+
+    Iterate, and `close` at the end (or use it as a context manager): afterwards no thread is left. One iteration at a
+    time.
+    """
+
+    def __init__(
+        self,
+        load_batch: Callable[[np.ndarray], T],
+        num_rows: int,
+        batch_size: int,
+        seed: int,
+        process_index: int = 0,
+        process_count: int = 1,
+        num_workers: int = 2,
+        prefetch_batches: int = 4,
+        start_sample: int = 0,
+    ) -> None:
+        """Starts nothing yet; the threads start with the iteration.
+
+        Args:
+            load_batch: makes the batch of these rows; called by several threads at once.
+            num_rows: rows in the dataset.
+            batch_size: of all processes together; each takes a contiguous slice of it.
+            seed: of the order.
+            process_index, process_count: which slice.
+            num_workers: threads; 0 makes each batch when it is asked for, in the caller's thread.
+            prefetch_batches: batches being made or kept ready, at least as many as workers.
+            start_sample: position to start from, `next_sample` of the last batch when resuming.
+
+        Raises:
+            UserError: the batch does not divide over the processes, or is larger than the dataset.
+        """
+        if batch_size % process_count:
+            lower, upper = batch_size // process_count * process_count, -(-batch_size // process_count) * process_count
+            choice = f"{lower} or {upper}" if lower else f"{upper}"
+            raise UserError(f"--batch-size {batch_size} does not divide over {process_count} processes. Take {choice}.")
+        if batch_size > num_rows:
+            largest = num_rows // process_count * process_count
+            advice = f"Take --batch-size={largest} or less" if largest else "Use fewer processes"
+            raise UserError(
+                f"--batch-size {batch_size} is more than the {num_rows} frames of the dataset, so a batch would hold "
+                f"the same frame twice. {advice}, or record more data."
+            )
+        self._load_batch, self._batch_size = load_batch, batch_size
+        share = batch_size // process_count
+        self._slice = slice(process_index * share, (process_index + 1) * share)
+        self._order = SampleOrder(num_rows, seed)
+        self._num_workers, self._ahead = num_workers, max(prefetch_batches, num_workers, 1)
+        self._next = start_sample
+        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+        self._pending: collections.deque[tuple[int, np.ndarray, concurrent.futures.Future[T]]] = collections.deque()
+
+    def __iter__(self) -> Iterator[LoadedBatch[T]]:
+        return self
+
+    def __next__(self) -> LoadedBatch[T]:
+        """The next batch; waits for it if it is not ready.
+
+        Raises:
+            Whatever `load_batch` raised, with the batch's rows added. The position stays at that batch.
+        """
+        if not self._num_workers:
+            ids = self._order.rows(self._next, self._batch_size)
+            loaded = LoadedBatch(self._load(self._next, ids), ids, self._next + self._batch_size)
+            self._next = loaded.next_sample
+            return loaded
+        if self._executor is None:
+            self._executor = concurrent.futures.ThreadPoolExecutor(self._num_workers, "data-worker")
+        while len(self._pending) < self._ahead:
+            self._submit(self._executor)
+        first, ids, future = self._pending[0]
+        try:
+            batch = future.result()
+        except BaseException:
+            self.close()
+            raise
+        self._pending.popleft()
+        self._submit(self._executor)  # now, so that workers go on while the caller computes
+        self._next = first + self._batch_size
+        return LoadedBatch(batch, ids, self._next)
+
+    def close(self) -> None:
+        """Gives up batches not yet taken and waits until the threads have ended. Iterating again starts anew there."""
+        for _, _, future in self._pending:
+            future.cancel()
+        self._pending.clear()
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
+
+    def __enter__(self) -> "Loader[T]":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _submit(self, executor: concurrent.futures.ThreadPoolExecutor) -> None:
+        first = self._pending[-1][0] + self._batch_size if self._pending else self._next
+        ids = self._order.rows(first, self._batch_size)
+        self._pending.append((first, ids, executor.submit(self._load, first, ids)))
+
+    def _load(self, first: int, ids: np.ndarray) -> T:
+        rows = ids[self._slice]
+        try:
+            return self._load_batch(rows)
+        except UserError:
+            raise  # its text is for the user and names dataset, episode and frame
+        except Exception as error:
+            shown = ", ".join(map(str, rows[:_MAX_NAMED].tolist())) + (", …" if len(rows) > _MAX_NAMED else "")
+            error.add_note(
+                f"while loading the batch of samples {first} to {first + len(ids) - 1} (dataset rows {shown})"
+            )
+            raise
