@@ -20,8 +20,8 @@ cuda_set() { # prints cuda13 or cuda12 where a GPU answers, else nothing
     [[ ${JAX_PLATFORMS:-} == cpu ]] && return 0
     local driver limit=()
     command -v timeout >/dev/null && limit=(timeout 30) # a sick GPU can make nvidia-smi hang
-    driver=$("${limit[@]}" nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || return 0
-    driver=${driver%%.*}
+    driver=$("${limit[@]}" nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || return 0
+    driver=${driver%%.*} # one line per GPU, all alike; the first one's major number
     [[ $driver =~ ^[0-9]+$ ]] || return 0
     if ((driver >= 580)); then echo cuda13; else echo cuda12; fi # CUDA 13 needs driver 580
 }
@@ -29,7 +29,9 @@ cuda_set() { # prints cuda13 or cuda12 where a GPU answers, else nothing
 # --- a Python to build on -------------------------------------------------------------------------------------------
 
 python_if() { # condition on `v` (sys.version_info[:2]), command -> the interpreter's own path, if it runs and fits
-    "$2" -c "import sys; v = sys.version_info[:2]; print(sys.executable) if $1 else sys.exit(1)" 2>/dev/null
+    local path
+    path=$("$2" -c "import sys; v = sys.version_info[:2]; print(sys.executable) if $1 else sys.exit(1)" 2>/dev/null) &&
+        [[ -n $path ]] && echo "$path" # a program that is no Python may well exit with 0
 }
 
 python_candidates() { # every command that might be a Python, best first; many will not run (pyenv's shims)

@@ -1,0 +1,344 @@
+"""The launchers' contract with users' scripts: arguments, variables, messages. The Python they start is a stand-in."""
+
+import json
+import os
+import pathlib
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPO
+
+BASH = shutil.which("bash")
+XLA_FLAGS = (
+    "--xla_gpu_triton_gemm_any=false --xla_gpu_enable_latency_hiding_scheduler=true "
+    "--xla_gpu_enable_pipelined_all_gather=true"
+)
+NODE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2"}
+
+# Answers what the launchers ask of a Python; in place of training, prints what it was given.
+STAND_IN = f"""#!{BASH}
+case "$1" in
+    -c) exec {sys.executable} "$@" ;;
+    --version) exec {sys.executable} "$@" ;;
+    */missing_packages.py) [[ ! -e "$(dirname "$0")/broken" ]]; exit ;;
+esac
+exec {sys.executable} -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' "$@"
+"""
+
+
+def write_program(path: pathlib.Path, text: str) -> pathlib.Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def stand_in(tmp_path: pathlib.Path) -> pathlib.Path:
+    return write_program(tmp_path / "python" / "python", STAND_IN)
+
+
+def launch(launcher: str, *arguments: str, root: pathlib.Path = REPO, cwd: pathlib.Path | None = None, **env: str):
+    """Runs a launcher with an environment of `env` and little else."""
+    return subprocess.run(
+        [BASH, root / launcher, *arguments],
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYENV_ROOT": os.environ.get("PYENV_ROOT", "")} | env,
+        cwd=cwd or root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+class Started:
+    """What the stand-in was started with."""
+
+    def __init__(self, done: subprocess.CompletedProcess):
+        assert done.returncode == 0, done.stderr
+        argv, self.env = json.loads(done.stdout)
+        self.script = pathlib.Path(argv[0]).relative_to(REPO).as_posix()
+        self.config, self.options = argv[1], argv[2:]
+
+
+def assert_refused(done: subprocess.CompletedProcess, *words: str) -> None:
+    """Exit code 2, nothing started, exactly one message, and it holds `words`."""
+    messages = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and done.stdout == "" and len(messages) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in messages[0]
+
+
+def test_baseline_turns_nothing_on(stand_in):
+    started = Started(launch("run_baseline.sh", OPENPI_PYTHON=str(stand_in)))
+    assert (started.script, started.config) == ("scripts/train.py", "pi05_libero")
+    assert started.options == ["--exp-name=pi05_libero_baseline", "--overwrite"]
+    assert [name for name in started.env if name.startswith(("OPENPI_", "XLA_", "JAX_"))] == ["OPENPI_PYTHON"]
+    assert started.env["PYTHONPATH"] == str(REPO)
+
+
+def test_baseline_says_when_a_switch_is_set(stand_in):
+    done = launch("run_baseline.sh", OPENPI_PYTHON=str(stand_in), OPENPI_SKIP_IMAGES="right_wrist_0_rgb")
+    assert "not the plain baseline" in done.stderr and Started(done).env["OPENPI_SKIP_IMAGES"] == "right_wrist_0_rgb"
+
+
+@pytest.mark.parametrize("config", ["pi05_libero", "pi0_libero"])
+def test_opt_on_libero(stand_in, config):
+    started = Started(launch("run_opt.sh", config, OPENPI_PYTHON=str(stand_in)))
+    assert started.options == [
+        f"--exp-name={config}_opt", "--num-workers", "8", "--model.max-token-len", "28", "--overwrite",
+    ]  # fmt: skip
+    assert started.env["OPENPI_SKIP_IMAGES"] == "right_wrist_0_rgb" and started.env["OPENPI_SKIP_VIDEO_DECODE"] == "1"
+    assert "XLA_FLAGS" not in started.env and "JAX_OPTIMIZATION_LEVEL" not in started.env  # no GPU answers here
+    # What is not written is not pretended.
+    assert not {"OPENPI_FLASH_ATTN", "OPENPI_FLASH_IMPL", "OPENPI_WORKER_CPU"} & set(started.env)
+
+
+def test_opt_on_other_data_looks_at_the_data(stand_in):
+    started = Started(launch("run_opt.sh", "pi05_lerobot", OPENPI_PYTHON=str(stand_in)))
+    assert started.env["OPENPI_SKIP_IMAGES"] == "auto"
+    assert started.options[1:5] == ["--num-workers", "8", "--model.max-token-len", "auto"]
+
+
+def test_the_demo_runs_the_demo_script(stand_in):
+    started = Started(launch("run_opt.sh", "pi05_demo", OPENPI_PYTHON=str(stand_in)))
+    assert (started.script, started.config) == ("scripts/demo.py", "pi05_demo")
+
+
+def test_variables_become_options(stand_in):
+    done = launch(
+        "run_opt.sh",
+        OPENPI_PYTHON=str(stand_in),
+        EXP_NAME="mine",
+        RESUME="1",
+        SAVE_INTERVAL="250",
+        DATA_PATH="/data/with space",
+        BASE_CHECKPOINT_PATH="/base/params",
+    )
+    options = Started(done).options
+    assert options[0] == "--exp-name=mine" and "--resume" in options and "--overwrite" not in options
+    assert options[-3:] == [
+        "--save-interval=250", "--data.path=/data/with space", "--weight-loader.params-path=/base/params",
+    ]  # fmt: skip
+
+
+def test_the_users_own_choice_wins(stand_in):
+    own = ["--num-workers=3", "--exp-name", "b", "--model.max-token-len", "48", "--resume"]
+    done = launch("run_opt.sh", *own, OPENPI_PYTHON=str(stand_in), OPENPI_SKIP_IMAGES="", OPENPI_SKIP_VIDEO_DECODE="0")
+    started = Started(done)
+    assert started.config == "pi05_libero" and started.options[-len(own) :] == own  # tyro takes the last
+    assert "--overwrite" not in started.options
+    assert started.env["OPENPI_SKIP_IMAGES"] == "" and started.env["OPENPI_SKIP_VIDEO_DECODE"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RESUME": "maybe"}, ["RESUME=maybe", "RESUME=1"]),
+        ({"SAVE_INTERVAL": "often"}, ["SAVE_INTERVAL=often", "SAVE_INTERVAL=1000"]),
+        ({"SAVE_INTERVAL": "0"}, ["SAVE_INTERVAL=0"]),
+        ({"OPENPI_STRICT_EQUIV": "yes"}, ["OPENPI_STRICT_EQUIV=yes"]),
+        ({"OPENPI_PYTHON": "no-such-python"}, ["OPENPI_PYTHON=no-such-python", "unset"]),
+        ({"OPENPI_PYTHON": "/bin/true"}, ["OPENPI_PYTHON=/bin/true", "3.12"]),
+    ],
+)
+def test_wrong_values_are_refused(stand_in, env, words):
+    assert_refused(launch("run_opt.sh", **{"OPENPI_PYTHON": str(stand_in)} | env), *words)
+
+
+def test_resume_and_overwrite_exclude_each_other(stand_in):
+    assert_refused(launch("run_opt.sh", "--overwrite", OPENPI_PYTHON=str(stand_in), RESUME="1"), "--overwrite")
+
+
+def test_a_python_without_the_packages_is_refused(tmp_path):
+    # -S leaves site-packages out: a real Python that has nothing.
+    bare = write_program(tmp_path / "bare", f'#!{BASH}\nexec {sys.executable} -I -S "$@"\n')
+    done = launch("run_opt.sh", OPENPI_PYTHON=str(bare))
+    assert_refused(done, "jax>=", "flax>=", "augmax==", "Pillow>=", "requirements/cpu.txt")
+
+
+def test_this_python_has_the_packages():
+    done = subprocess.run(
+        [sys.executable, REPO / "scripts" / "missing_packages.py", "--extra", "dev"], capture_output=True
+    )
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_an_active_venv_that_has_the_packages_is_used(stand_in):
+    (stand_in.parent / "bin").mkdir()
+    shutil.copy(stand_in, stand_in.parent / "bin" / "python")
+    done = launch("run_opt.sh", VIRTUAL_ENV=str(stand_in.parent))
+    assert Started(done) and str(stand_in.parent / "bin" / "python") in done.stderr
+
+
+@pytest.mark.parametrize(("driver", "cuda"), [("580.65.06", "cuda13"), ("550.54.15", "cuda12")])
+def test_a_gpu_gets_the_flags_and_its_set(stand_in, tmp_path, driver, cuda):
+    write_program(tmp_path / "gpu" / "nvidia-smi", f"#!{BASH}\necho {driver}\necho {driver}\n")
+    path = f"{tmp_path / 'gpu'}:{os.environ['PATH']}"
+    done = launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path, XLA_FLAGS="--xla_own=1")
+    started = Started(done)
+    assert started.env["XLA_FLAGS"] == f"{XLA_FLAGS} --xla_own=1" and started.env["JAX_OPTIMIZATION_LEVEL"] == "O1"
+
+    strict = Started(launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path, OPENPI_STRICT_EQUIV="1"))
+    assert "XLA_FLAGS" not in strict.env and "JAX_OPTIMIZATION_LEVEL" not in strict.env
+    assert strict.options == started.options
+
+    baseline = Started(launch("run_baseline.sh", OPENPI_PYTHON=str(stand_in), PATH=path))
+    assert "XLA_FLAGS" not in baseline.env and "JAX_OPTIMIZATION_LEVEL" not in baseline.env
+
+    (stand_in.parent / "broken").touch()
+    assert_refused(launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path), f"requirements/{cuda}.txt")
+
+
+def test_multinode_has_opts_settings(stand_in):
+    nccl = {"NCCL_SOCKET_IFNAME": "eth1", "NCCL_IB_DISABLE": "1", "NPROC_PER_NODE": "8"}
+    started = Started(launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), **NODE, **nccl))
+    single = Started(launch("run_opt.sh", OPENPI_PYTHON=str(stand_in)))
+    assert started.options == single.options
+    assert {name: started.env[name] for name in NODE | nccl} == NODE | nccl
+
+
+@pytest.mark.parametrize("name", NODE)
+def test_multinode_names_what_is_missing(stand_in, name):
+    env = {key: value for key, value in NODE.items() if key != name}
+    assert_refused(launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), **env), f"{name} is not set", f"{name}=")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MASTER_ADDR", "http://a"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536"), ("MASTER_PORT", "abc"), ("RANK", "2"),
+     ("RANK", "-1"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "two"), ("NPROC_PER_NODE", "all")],
+)  # fmt: skip
+def test_multinode_refuses_wrong_values(stand_in, name, value):
+    done = launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), **NODE | {name: value})
+    assert_refused(done, f"{name}={value}", "for example")
+
+
+@pytest.mark.parametrize("launcher", ["run_opt.sh", "run_baseline.sh", "run_multinode.sh", "run_tests.sh"])
+def test_help_starts_nothing(launcher):
+    done = launch(launcher, "--help", OPENPI_PYTHON="no-such-python")
+    assert done.returncode == 0 and "usage:" in done.stdout and launcher in done.stdout
+
+
+def test_started_from_elsewhere_the_run_is_in_the_project(stand_in, tmp_path):
+    started = Started(launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), cwd=tmp_path))
+    assert started.options[-2:] == [f"--assets-base-dir={REPO}/assets", f"--checkpoint-base-dir={REPO}/checkpoints"]
+
+
+def test_ci_without_shared_fails(tmp_path):
+    clone = copy_of_project(tmp_path)
+    done = launch("run_tests.sh", root=clone, CI="true")
+    assert done.returncode == 1 and "../shared is absent" in done.stderr
+
+
+# --- the first run, with a stand-in for uv ----------------------------------------------------------------------------
+
+
+def copy_of_project(tmp_path: pathlib.Path) -> pathlib.Path:
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in ("pyproject.toml", ".python-version", "run_opt.sh", "run_tests.sh"):
+        shutil.copy(REPO / name, clone / name)
+    for name in ("scripts", "requirements"):
+        shutil.copytree(REPO / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return clone
+
+
+class FirstRun:
+    """A clone with a uv beside it that makes venvs of stand-ins and writes down what it was asked."""
+
+    def __init__(self, tmp_path: pathlib.Path, stand_in: pathlib.Path):
+        self.clone = copy_of_project(tmp_path)
+        self.log = tmp_path / "uv.log"
+        self.bin = tmp_path / "bin"
+        self.failing = tmp_path / "failing"
+        write_program(
+            self.bin / "uv",
+            f"""#!{BASH}
+            echo "$*" >>{self.log}
+            case "$1" in
+                venv) venv=${{!#}}; rm -rf "$venv"; mkdir -p "$venv/bin"; cp {stand_in} "$venv/bin/python" ;;
+                pip) [[ ! -e {self.failing} ]] || {{ echo "no index" >&2; exit 1; }} ;;
+                python) exit 1 ;;
+            esac
+            """,
+        )
+        write_program(self.bin / "python3.12", STAND_IN)
+        self.path = f"{self.bin}:{os.environ['PATH']}"
+
+    def __call__(self):
+        """Starts run_opt.sh; returns it with the uv commands that it gave."""
+        self.log.write_text("")
+        done = launch(
+            "run_opt.sh", "pi05_demo", root=self.clone, PATH=self.path, UV_DEFAULT_INDEX="file:///nonexistent"
+        )
+        return done, [line.split(" ")[0] for line in self.log.read_text().splitlines() if line != "--version"]
+
+
+@pytest.fixture
+def first_run(tmp_path, stand_in) -> FirstRun:
+    return FirstRun(tmp_path, stand_in)
+
+
+def test_the_first_run_installs_and_the_second_starts_at_once(first_run):
+    done, commands = first_run()
+    assert done.returncode == 0 and commands == ["venv", "pip"]
+    assert "installing requirements/cpu.txt" in done.stderr and f"-r {first_run.clone}/requirements/cpu.txt" in (
+        first_run.log.read_text()
+    )
+    done, commands = first_run()
+    assert done.returncode == 0 and commands == [] and "installing" not in done.stderr
+
+
+def test_changed_pins_are_installed(first_run):
+    first_run()
+    with (first_run.clone / "requirements" / "cpu.txt").open("a") as file:
+        file.write("# changed\n")
+    assert first_run()[1] == ["venv", "pip"]
+    assert first_run()[1] == []
+
+
+def test_a_failed_install_is_said_and_done_again(first_run):
+    first_run.failing.touch()
+    done, _ = first_run()
+    assert_refused(done, "requirements/cpu.txt could not be installed", "OPENPI_PYTHON")
+    first_run.failing.unlink()
+    done, commands = first_run()
+    assert done.returncode == 0 and commands == ["venv", "pip"]  # anew: what is half there is not trusted
+
+
+def test_a_broken_environment_is_made_anew(first_run):
+    first_run()
+    (first_run.clone / ".venv" / "bin" / "broken").touch()  # a package is gone
+    assert first_run()[1] == ["venv", "pip"]
+    python = first_run.clone / ".venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/nonexistent/python3.12")  # the Python that it was made from is gone
+    done, commands = first_run()
+    assert done.returncode == 0 and commands == ["venv", "pip"] and "broken" in done.stderr
+
+
+def test_without_any_python_there_is_one_message(first_run):
+    for tool in ("bash", "cat", "cksum", "dirname", "flock", "grep", "mkdir", "paste", "rm", "sed", "tail", "touch"):
+        (first_run.bin / tool).symlink_to(shutil.which(tool))
+    (first_run.bin / "python3.12").unlink()
+    done = launch("run_opt.sh", root=first_run.clone, PATH=str(first_run.bin), PYENV_ROOT="")
+    assert_refused(done, "no Python 3.12", "OPENPI_PYTHON")
+
+
+def test_starts_at_the_same_time_install_once(first_run):
+    env = {"PATH": first_run.path, "HOME": "/nonexistent", "UV_DEFAULT_INDEX": "file:///nonexistent"}
+    command = [BASH, "run_opt.sh", "pi05_demo"]
+    first_run.log.write_text("")
+    runs = [
+        subprocess.Popen(command, cwd=first_run.clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    for run in runs:
+        _, stderr = run.communicate(timeout=60)
+        assert run.returncode == 0, stderr.decode()
+    assert sum(line.startswith("pip ") for line in first_run.log.read_text().splitlines()) == 1
