@@ -1,0 +1,180 @@
+"""Dataset rows to training batches, on the host. B batch, A action horizon, L prompt tokens, E action dimension."""
+
+import numpy as np
+
+from openpi_accel.config.schema import AUTO, CAMERA_SLOTS, IMAGE_SIZE, DataConfig, ModelConfig
+from openpi_accel.data.lerobot.dataset import LeRobotDataset
+from openpi_accel.data.mapping import DataMapping
+from openpi_accel.data.norm_stats import NormStats
+from openpi_accel.data.resize import resize_with_pad
+from openpi_accel.data.rows import numeric_column, reached_rows, require_finite
+from openpi_accel.data.tokenizer import PromptTokenizer, round_up, scan_prompt_lengths
+from openpi_accel.data.transforms import NumericTransform, to_uint8_hwc
+from openpi_accel.errors import UserError
+from openpi_accel.types import Batch, Observation
+
+
+class BatchSource:
+    """Makes batches of any rows. Holds no position: several threads may call it at once.
+
+    Attributes:
+        dataset, mapping, tokenizer: what it reads with.
+        numbers: the transform of state and actions, also the way back.
+        slots: the camera slots of its batches, in the model's order.
+        horizon: A.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: LeRobotDataset,
+        mapping: DataMapping,
+        norm_stats: NormStats,
+        tokenizer: PromptTokenizer,
+        model: ModelConfig,
+        data: DataConfig,
+        skip_images: tuple[str, ...] = (),
+        only_consumed: bool = False,
+    ) -> None:
+        """Checks that the parts fit; reads no frame.
+
+        Args:
+            dataset: the opened dataset.
+            mapping: from `resolve_mapping`.
+            norm_stats: of this robot.
+            tokenizer: with its max_token_len settled (`settle_max_token_len`).
+            model: horizon, padded dimension, whether the state is in the prompt.
+            data: normalisation, delta actions, default prompt.
+            skip_images: slots to leave out of the batches, or ("auto",) for every slot that no camera feeds.
+            only_consumed: False decodes every camera of the dataset and throws away what the model does not take, as
+                upstream does; True decodes the mapped cameras alone. The batches are equal.
+
+        Raises:
+            UserError: a skipped slot is fed by a camera; dimensions, statistics and model do not fit.
+        """
+        self.dataset, self.mapping, self.tokenizer = dataset, mapping, tokenizer
+        self.horizon, self.state_in_prompt = model.action_horizon, model.discrete_state_input
+        self.default_prompt = data.default_prompt
+        self.numbers = NumericTransform(
+            norm_stats=norm_stats,
+            normalization=data.normalization,
+            delta_action_dims=data.delta_action_dims,
+            state_dim=mapping.state_dim,
+            action_dim=mapping.action_dim,
+            padded_dim=model.action_dim,
+        )
+        self.slots = _kept_slots(mapping, skip_images)
+        fed = set(mapping.cameras.as_dict().values())
+        self._decoded = tuple(key for key in dataset.cameras if not only_consumed or key in fed)
+        self._encoded_prompts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    def load_batch(self, rows: np.ndarray) -> Batch:
+        """The batch of these dataset rows, numpy arrays on the host.
+
+        Args:
+            rows: B dataset rows, in any order.
+
+        Returns:
+            images B 224 224 3 uint8 per slot, masks B, state B E, prompt B L, actions B A E.
+
+        Raises:
+            UserError: NaN or infinity (names dataset, episode and frame), a prompt too long, a row without task text.
+        """
+        rows = np.asarray(rows)
+        state = numeric_column(self.dataset, self.mapping.state_key)[rows]
+        actions, _ = self.dataset.chunk(self.mapping.action_key, rows, self.horizon)
+        if not (np.isfinite(state).all() and np.isfinite(actions).all()):
+            require_finite(self.dataset, self.mapping.state_key, np.sort(rows))
+            reached = reached_rows(self.dataset.episode_starts, rows, self.horizon)
+            require_finite(self.dataset, self.mapping.action_key, reached)
+        normalized_state = self.numbers.normalize_state(state)
+        tokens, token_mask = self._prompts(self.prompts(rows), normalized_state)
+        images, image_masks = self._images(rows)
+        observation = Observation(
+            images=images,  # type: ignore[arg-type]  # numpy on the host, jax on the device: one pytree for both
+            image_masks=image_masks,  # type: ignore[arg-type]
+            state=self.numbers.pad(normalized_state),  # type: ignore[arg-type]
+            tokenized_prompt=tokens,  # type: ignore[arg-type]
+            tokenized_prompt_mask=token_mask,  # type: ignore[arg-type]
+        )
+        padded_actions = self.numbers.pad(self.numbers.normalize_actions(actions, state))
+        return Batch(observation=observation, actions=padded_actions)  # type: ignore[arg-type]
+
+    def prompts(self, rows: np.ndarray) -> list[str]:
+        """The task text of each row, or the default prompt where there is none.
+
+        Raises:
+            UserError: no text and no default.
+        """
+        return with_default(self.dataset.task_of(rows), self.default_prompt)
+
+    def restore_actions(self, actions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The model's normalised actions, B A E, as absolute commands in the dataset's units, B A D float64."""
+        return self.numbers.restore_actions(actions, numeric_column(self.dataset, self.mapping.state_key)[rows])
+
+    def _prompts(self, texts: list[str], normalized_state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.state_in_prompt:
+            encoded = [self.tokenizer.encode(text, one) for text, one in zip(texts, normalized_state, strict=True)]
+        else:
+            for text in set(texts) - self._encoded_prompts.keys():
+                self._encoded_prompts[text] = self.tokenizer.encode(text)
+            encoded = [self._encoded_prompts[text] for text in texts]
+        return np.stack([tokens for tokens, _ in encoded]), np.stack([mask for _, mask in encoded])
+
+    def _images(self, rows: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        feeds = self.mapping.cameras.as_dict()
+        square = (len(rows), IMAGE_SIZE, IMAGE_SIZE, 3)
+        images = {s: np.empty(square, np.uint8) if s in feeds else np.zeros(square, np.uint8) for s in self.slots}
+        masks = {slot: np.full(len(rows), slot in feeds) for slot in self.slots}
+        for key in self._decoded:
+            frames = self.dataset.frames(key, rows)
+            for slot in (s for s in self.slots if feeds.get(s) == key):
+                for i, frame in enumerate(frames):
+                    images[slot][i] = resize_with_pad(to_uint8_hwc(frame))
+        return images, masks
+
+
+def settle_max_token_len(
+    dataset: LeRobotDataset, mapping: DataMapping, tokenizer: PromptTokenizer, model: ModelConfig, data: DataConfig
+) -> int:
+    """`model.max_token_len`, or for auto the longest prompt of the task table, rounded up to a multiple of 4.
+
+    With the state in the prompt, auto leaves room for the costliest state (`scan_prompt_lengths`), so that a policy can
+    be asked about any state later.
+    """
+    if isinstance(model.max_token_len, int):
+        return model.max_token_len
+    state_dim = mapping.state_dim if model.discrete_state_input else None
+    # Tasks without text that no row uses do not matter here; rows without text are refused when they are read.
+    texts = [text for task in dataset.tasks.values() if (text := task or data.default_prompt)]
+    return round_up(scan_prompt_lengths(tokenizer, texts or [data.default_prompt or ""], state_dim).longest)
+
+
+def with_default(tasks: list[str], default: str | None) -> list[str]:
+    """Fills in the default prompt.
+
+    Raises:
+        UserError: a task without text and no default.
+    """
+    if all(task.strip() for task in tasks):
+        return tasks
+    if not default:
+        missing = sum(not task.strip() for task in tasks)
+        raise UserError(
+            f"{missing} of {len(tasks)} frames have no task text, and the model needs a prompt. "
+            'Give one with --data.default-prompt="what the robot does".'
+        )
+    return [task if task.strip() else default for task in tasks]
+
+
+def _kept_slots(mapping: DataMapping, skip_images: tuple[str, ...]) -> tuple[str, ...]:
+    feeds = mapping.cameras.as_dict()
+    if skip_images == (AUTO,):
+        return tuple(slot for slot in CAMERA_SLOTS if slot in feeds)
+    for slot in skip_images:
+        if slot in feeds:
+            raise UserError(
+                f"OPENPI_SKIP_IMAGES leaves out {slot}, but the dataset's camera {feeds[slot]!r} feeds it: the model "
+                "would train without that camera. Take it out of OPENPI_SKIP_IMAGES, or unmap the camera."
+            )
+    return tuple(slot for slot in CAMERA_SLOTS if slot not in skip_images)

@@ -1,0 +1,81 @@
+"""Rows of a dataset: which ones belong to an episode, and how to name them to a person.
+
+Letters: N dataset rows, D dimensions of a column.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from openpi_accel.data.lerobot.dataset import LeRobotDataset
+from openpi_accel.errors import UserError
+
+_MAX_NAMED = 5
+
+
+def numeric_column(dataset: LeRobotDataset, key: str) -> np.ndarray:
+    """A column as N D; LeRobot stores a feature of one dimension without its axis."""
+    return dataset.column(key).reshape(dataset.num_frames, -1)
+
+
+def rows_of_episodes(dataset: LeRobotDataset, episodes: Sequence[int] | None) -> np.ndarray:
+    """The dataset rows of these episodes (by the dataset's own numbers), ascending; all rows for None.
+
+    Raises:
+        UserError: an episode that does not exist, or none at all.
+    """
+    if episodes is None:
+        return np.arange(dataset.num_frames)
+    positions = {int(number): position for position, number in enumerate(dataset.episode_ids)}
+    missing = [number for number in episodes if number not in positions]
+    if missing or not episodes:
+        what = f"episode {missing[0]}" if missing else "no episode at all"
+        raise UserError(
+            f"--data.episodes asks for {what}; {dataset.root} has {len(positions)} episodes, {min(positions)} to "
+            f"{max(positions)}."
+        )
+    starts = dataset.episode_starts
+    chosen = sorted({positions[number] for number in episodes})
+    return np.concatenate([np.arange(starts[position], starts[position + 1]) for position in chosen])
+
+
+def last_row_of_episode(episode_starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """For each row, the last row of its episode. `episode_starts` ends with N."""
+    return episode_starts[np.searchsorted(episode_starts, rows, side="right")] - 1
+
+
+def name_rows(dataset: LeRobotDataset, rows: np.ndarray) -> str:
+    """`episode 3 frame 17, episode 4 frame 0 and 12 more`."""
+    positions = dataset.episode_of(rows[:_MAX_NAMED])
+    frames = rows[:_MAX_NAMED] - dataset.episode_starts[positions]
+    episodes = dataset.episode_ids[positions]
+    named = [f"episode {episode} frame {frame}" for episode, frame in zip(episodes, frames, strict=True)]
+    more = len(rows) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
+
+
+def require_finite(dataset: LeRobotDataset, key: str, rows: np.ndarray) -> None:
+    """Refuses NaN and infinity in these rows of a column.
+
+    Raises:
+        UserError: names the dataset, the column, the episodes and frames.
+    """
+    values = numeric_column(dataset, key)[rows]
+    if np.isfinite(values).all():
+        return
+    bad = rows[~np.isfinite(values).all(axis=1)]
+    num_episodes = len(np.unique(dataset.episode_of(bad)))
+    raise UserError(
+        f"{dataset.root}: column {key!r} holds NaN or infinity in {len(bad)} frames: {name_rows(dataset, bad)}. "
+        f"Mend the data, or leave {'this episode' if num_episodes == 1 else f'these {num_episodes} episodes'} out by "
+        "listing the good ones with --data.episodes."
+    )
+
+
+def reached_rows(episode_starts: np.ndarray, rows: np.ndarray, horizon: int) -> np.ndarray:
+    """The rows that chunks of `horizon` steps starting at `rows` hold, ascending, each once."""
+    ends = last_row_of_episode(episode_starts, rows) + 1
+    num_rows = int(episode_starts[-1])
+    opened = np.bincount(rows, minlength=num_rows + 1)
+    closed = np.bincount(np.minimum(rows + horizon, ends), minlength=num_rows + 1)
+    return np.flatnonzero(np.cumsum(opened - closed)[:num_rows] > 0)

@@ -1,0 +1,10 @@
+"""Computes normalisation statistics: python scripts/compute_norm_stats.py --config-name=pi05_libero --data.path=…"""
+
+import os
+import sys
+
+from openpi_accel.cli import run
+from openpi_accel.tools.compute_norm_stats import main
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:], os.environ))
