@@ -1,0 +1,72 @@
+"""Flow matching (Lipman et al. 2023) as pi0 uses it: x_t = t noise + (1 - t) actions, target noise - actions.
+
+Shape letters: B batch, A action horizon, E action dim.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from openpi_accel.types import Batch, Observation, Params
+
+
+class VelocityModel(Protocol):
+    """What the objective needs of a model."""
+
+    def velocity(self, obs: Observation, x_t: jax.Array, time: jax.Array) -> jax.Array:
+        """x_t: B A E, time: B -> B A E."""
+        ...
+
+
+AugmentFn = Callable[[jax.Array, dict[str, jax.Array]], dict[str, jax.Array]]
+LossFn = Callable[[Params, Batch, jax.Array], jax.Array]
+
+
+def draw_noise_time(
+    noise_rng: jax.Array, time_rng: jax.Array, action_shape: tuple[int, int, int]
+) -> tuple[jax.Array, jax.Array]:
+    """Noise B A E, standard normal; time B, Beta(1.5, 1) moved into (0.001, 1)."""
+    noise = jax.random.normal(noise_rng, action_shape)
+    time = jax.random.beta(time_rng, 1.5, 1.0, action_shape[:1]) * 0.999 + 0.001
+    return noise, time
+
+
+def flow_matching_loss(
+    model: VelocityModel, obs: Observation, actions: jax.Array, noise: jax.Array, time: jax.Array
+) -> jax.Array:
+    """Squared error of the velocity, averaged over the E action dimensions.
+
+    Args:
+        model: gives the velocity.
+        obs: images float32 in [-1, 1].
+        actions, noise: B A E; time: B.
+
+    Returns:
+        B A float32.
+    """
+    t = time[:, None, None]
+    predicted = model.velocity(obs, t * noise + (1 - t) * actions, time)
+    return jnp.mean(jnp.square(predicted - (noise - actions)), axis=-1)
+
+
+def make_loss_fn(bind: Callable[[Params], VelocityModel], augment_fn: AugmentFn) -> LossFn:
+    """The step's scalar loss: augmentation, noise and time drawn from the step's key.
+
+    Args:
+        bind: parameter tree -> model.
+        augment_fn: (key, camera -> B H W 3 uint8) -> camera -> B H W 3 float32 in [-1, 1].
+
+    Returns:
+        loss_fn(params, batch, step_rng) -> scalar float32.
+    """
+
+    def loss_fn(params: Params, batch: Batch, step_rng: jax.Array) -> jax.Array:
+        preprocess_rng, noise_rng, time_rng = jax.random.split(step_rng, 3)
+        obs = dataclasses.replace(batch.observation, images=augment_fn(preprocess_rng, batch.observation.images))
+        noise, time = draw_noise_time(noise_rng, time_rng, batch.actions.shape)
+        return jnp.mean(flow_matching_loss(bind(params), obs, batch.actions, noise, time))
+
+    return loss_fn
