@@ -1,0 +1,146 @@
+"""The training loop: compiles the step, feeds it, watches its metrics, saves. No mathematics."""
+
+import contextlib
+import dataclasses
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from openpi_accel.errors import UserError
+from openpi_accel.parallel.sharding import batch_sharding, replicated
+from openpi_accel.train.checkpoint import CheckpointStore, Position
+from openpi_accel.train.metrics import MetricsWriter
+from openpi_accel.train.prefetch import DevicePrefetcher, LoadedBatch
+from openpi_accel.train.progress import ProgressReport
+from openpi_accel.train.step import Step
+from openpi_accel.train.watch import LoopConfig, StepWatch
+from openpi_accel.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        state: the last state.
+        next_step: the step that a resumed run would do first.
+        exit_code: 0; 143 after SIGTERM and 130 after Ctrl-C, with everything saved.
+    """
+
+    state: TrainState
+    next_step: int
+    exit_code: int
+
+
+def compile_step(step: Step, mesh: Mesh, state_shardings: TrainState) -> Callable[..., Any]:
+    """Jits the step: the state sharded as given and donated, the batch split over all devices, metrics everywhere."""
+    everywhere = replicated(mesh)
+    return jax.jit(
+        step,
+        in_shardings=(state_shardings, batch_sharding(mesh), everywhere),
+        out_shardings=(state_shardings, everywhere),
+        donate_argnums=0,
+    )
+
+
+def run(
+    step: Callable[..., Any],
+    state: TrainState,
+    train_rng: jax.Array,
+    loader: Iterable[LoadedBatch],
+    config: LoopConfig,
+    mesh: Mesh,
+    store: CheckpointStore,
+    metrics: MetricsWriter,
+    *,
+    position: Position | None = None,
+    on_first_batch: Callable[[Any], None] | None = None,
+    show: bool = True,
+) -> RunResult:
+    """Trains until num_train_steps, a stop signal, or a non-finite loss.
+
+    The devices never wait for the host: the metrics of a step are read once the next one has been started.
+
+    Args:
+        step: from `compile_step`; its state argument is donated, so the caller must not use `state` afterwards.
+        state: on the devices, sharded; `state.step` says where to begin.
+        train_rng: the run's key; the step folds its number in.
+        loader: yields this process's share of every global batch, beginning where the run begins. Its arrays must not
+            be written to after they were yielded: on the CPU the device array is the same memory.
+        config: intervals.
+        mesh: the devices.
+        store: where checkpoints go.
+        metrics: where figures go.
+        position: of the checkpoint that the run was resumed from.
+        on_first_batch: gets the first batch, as the loader gave it.
+        show: print progress (process 0).
+
+    Raises:
+        NonFiniteError: loss or gradient norm is NaN or infinite; at most one more step has run by then, nothing of it
+            was saved, and the sample ids of both are in a file that the message names.
+        UserError: a checkpoint could not be written, or the loader ended early.
+    """
+    first_step = int(state.step)
+    index = first_step - 1
+    progress = ProgressReport(config.num_train_steps, first_step) if show else None
+    watch = StepWatch(config, store.folder, metrics, progress, position.unlogged if position else {})
+    prefetcher = DevicePrefetcher(loader, batch_sharding(mesh))
+    try:
+        with _stop_signals() as stop:
+            for index in range(first_step, config.num_train_steps):
+                item, wait_s = prefetcher.next(watch.finish_step)
+                if item is None:
+                    raise UserError(
+                        f"The data ended before step {index} of {config.num_train_steps}. Give more episodes, or lower "
+                        "--num-train-steps."
+                    )
+                if index == first_step and on_first_batch is not None:
+                    on_first_batch(item.host.batch)
+                state, values = step(state, item.batch, train_rng)
+                watch.started(index, values, item.host.sample_ids, wait_s)
+                stopping = bool(stop) or index == config.num_train_steps - 1
+                if stopping or (index % config.save_interval == 0 and index > first_step):
+                    watch.read_all()  # nothing is committed before its step is known to be finite
+                    store.save(index, state, Position(next_sample=item.host.next_sample, unlogged=watch.unlogged()))
+                    metrics.save_loss_curve()
+                if stopping:
+                    break
+            store.wait()
+    except BaseException:
+        with contextlib.suppress(UserError):  # a save under way is completed; the first error is the one to tell
+            store.wait()
+        raise
+    finally:
+        prefetcher.close()
+        if progress is not None:
+            progress.close()
+    interrupted = bool(stop) and index < config.num_train_steps - 1
+    return RunResult(state=state, next_step=index + 1, exit_code=128 + stop[0] if interrupted else 0)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """SIGTERM and the first Ctrl-C are noted, to be obeyed after the step; a second Ctrl-C interrupts at once.
+
+    With several processes the signals keep their usual effect: one process may not stop alone.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread() or jax.process_count() > 1:
+        yield received
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    old = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

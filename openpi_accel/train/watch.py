@@ -1,0 +1,145 @@
+"""Watches the metrics of a run without holding the devices up: finite or not, means, timing, the log."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from openpi_accel.errors import UserError
+from openpi_accel.train.metrics import MetricsWriter, hash_sample_ids
+from openpi_accel.train.progress import ProgressReport
+
+
+class NonFiniteError(UserError):
+    """The loss or a gradient became NaN or infinite."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """When things happen. Steps count from 0 over the whole run, resumed or not."""
+
+    num_train_steps: int
+    batch_size: int
+    log_interval: int
+    save_interval: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Started:
+    index: int
+    values: dict[str, jax.Array]
+    sample_ids: np.ndarray
+
+
+class StepWatch:
+    """Reads the metrics of started steps one step late, refuses what is not finite, and logs the means."""
+
+    def __init__(
+        self,
+        config: LoopConfig,
+        folder: pathlib.Path,
+        metrics: MetricsWriter,
+        progress: ProgressReport | None,
+        unlogged: Mapping[str, list[float]],
+    ) -> None:
+        self._config, self._folder, self._metrics, self._progress = config, folder, metrics, progress
+        self._flight: deque[_Started] = deque()
+        self._values: dict[str, list[float]] = {name: list(v) for name, v in unlogged.items()}
+        self._compiling = True
+        self._reset_timing()
+
+    def started(self, index: int, values: dict[str, jax.Array], sample_ids: np.ndarray, wait_s: float) -> None:
+        """Step `index` is on its way; reads the one before it."""
+        for value in values.values():
+            value.copy_to_host_async()
+        self._flight.append(_Started(index, values, sample_ids))
+        self._wait_s += wait_s
+        while len(self._flight) > 1:
+            self._read()
+
+    def finish_step(self) -> None:
+        """Blocks until all started steps are done."""
+        if self._flight:
+            jax.block_until_ready(self._flight[-1].values)
+
+    def read_all(self) -> None:
+        """Reads every started step."""
+        while self._flight:
+            self._read()
+
+    def unlogged(self) -> dict[str, list[float]]:
+        """Values read since the last log."""
+        return {name: list(values) for name, values in self._values.items()}
+
+    def _read(self) -> None:
+        started = self._flight[0]
+        values = {name: float(value) for name, value in started.values.items()}
+        if not all(math.isfinite(value) for value in values.values()):
+            raise self._not_finite(values)
+        self._flight.popleft()
+        for name, value in values.items():
+            self._values.setdefault(name, []).append(value)
+        self._timed_steps += 1
+        if self._progress is not None:
+            self._progress.advance(started.index)
+        if started.index % self._config.log_interval == 0:
+            self._log(started)
+        elif self._compiling:  # the first step of a resumed run compiles: keep that out of the figures of speed
+            self._reset_timing()
+        self._compiling = False
+
+    def _log(self, started: _Started) -> None:
+        elapsed_s = time.perf_counter() - self._last_log_s
+        row: dict[str, Any] = {
+            "step": started.index,
+            **{name: math.fsum(values) / len(values) for name, values in self._values.items()},
+            "samples_per_s": self._config.batch_size * self._timed_steps / elapsed_s,
+            "step_s": elapsed_s / self._timed_steps,
+            "data_wait_share": min(1.0, self._wait_s / elapsed_s),
+            "sample_ids_hash": hash_sample_ids(_global_ids(started.sample_ids)),
+        }
+        row["learning_rate"] = self._values["learning_rate"][-1]  # the schedule's value at this step, no mean
+        self._metrics.write(row)
+        if self._progress is not None:
+            self._progress.show(row)
+        self._values = {}
+        self._reset_timing()
+
+    def _reset_timing(self) -> None:
+        self._timed_steps, self._wait_s, self._last_log_s = 0, 0.0, time.perf_counter()
+
+    def _not_finite(self, values: dict[str, float]) -> NonFiniteError:
+        started = self._flight[0]
+        suffix = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
+        path = self._folder / f"not_finite_step_{started.index}{suffix}.json"
+        content = {
+            "step": started.index,
+            "metrics": {name: repr(value) for name, value in values.items()},
+            "sample_ids": {str(step.index): np.asarray(step.sample_ids).tolist() for step in self._flight},
+        }
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(content, indent=1))
+        os.replace(aside, path)
+        shown = ", ".join(f"{name} {values[name]}" for name in values if not math.isfinite(values[name]))
+        return NonFiniteError(
+            f"Step {started.index} is not finite ({shown}); training stopped and nothing of it was saved. The ids of "
+            f"its samples are in {path}. Look at them with scripts/inspect_dataset.py --check, and compute the norm "
+            "statistics anew if the data changed; if the data is sound, lower --lr-schedule.peak-lr. Then continue "
+            "from the last checkpoint with --resume (launchers: RESUME=1)."
+        )
+
+
+def _global_ids(local: np.ndarray) -> np.ndarray:
+    """The ids of the whole batch, in process order."""
+    if jax.process_count() == 1:
+        return np.asarray(local)
+    return np.asarray(multihost_utils.process_allgather(np.asarray(local), tiled=True))
