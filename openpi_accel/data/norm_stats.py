@@ -70,18 +70,21 @@ def norm_stats_path(assets_base_dir: str | os.PathLike[str], config_name: str, a
     return pathlib.Path(assets_base_dir) / config_name / asset_id / FILE_NAME
 
 
-def load_norm_stats(path: str | os.PathLike[str], *, config_name: str) -> NormStats:
+def load_norm_stats(path: str | os.PathLike[str], *, command: str) -> NormStats:
     """Reads upstream's file format; extra keys are ignored.
+
+    Args:
+        path: the file.
+        command: what computes it (`stats_command`), for messages.
 
     Raises:
         UserError: missing, or no such file; says how to compute it.
     """
     path = pathlib.Path(path)
-    command = f"python scripts/compute_norm_stats.py --config-name={config_name}"
     if not path.is_file():
         raise UserError(
             f"There are no normalisation statistics at {path}. Compute them from the dataset (reads numbers only, "
-            f"takes seconds): {command} --data.path=<dataset folder>"
+            f"takes seconds): {command}"
         )
     try:
         content = json.loads(path.read_text())

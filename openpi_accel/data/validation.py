@@ -42,13 +42,13 @@ class DataReport:
     warnings: tuple[str, ...]
 
 
-def validate_before_training(source: BatchSource, rows: np.ndarray, *, config_name: str) -> DataReport:
+def validate_before_training(source: BatchSource, rows: np.ndarray, *, command: str) -> DataReport:
     """Reads every number and every prompt that training will use; no image.
 
     Args:
         source: the configured source.
         rows: dataset rows that training draws from (`rows_of_episodes`).
-        config_name: for the commands in messages.
+        command: what computes the statistics anew (`stats_command`), for messages.
 
     Raises:
         UserError: NaN or infinity, frames without a prompt, prompts too long, statistics made for delta actions used
@@ -68,7 +68,6 @@ def validate_before_training(source: BatchSource, rows: np.ndarray, *, config_na
         state_key=mapping.state_key,
         action_key=mapping.action_key,
     )
-    command = f"python scripts/compute_norm_stats.py --config-name={config_name} --data.path={dataset.root}"
     warnings = check_computed_for(numbers.norm_stats, expected, command=command)
     warnings += narrow_range_warnings(numbers.norm_stats, numbers.normalization)
     warnings += _fit_warnings(source, rows)

@@ -17,6 +17,7 @@ from openpi_accel.data.lerobot.dataset import open_dataset
 from openpi_accel.data.mapping import resolve_columns
 from openpi_accel.data.norm_stats import load_norm_stats
 from openpi_accel.data.rows import rows_of_episodes
+from openpi_accel.data.stats_command import stats_command
 from openpi_accel.errors import UserError
 from openpi_accel.tools.compute_norm_stats import choose_frames, compute_norm_stats, main, parse_args
 
@@ -80,7 +81,7 @@ def run(root, tmp_path, *options):
     ]
     assert main(argv, {"DATA_PATH": str(root), "HOME": str(tmp_path)}) == 0
     return load_norm_stats(
-        tmp_path / "assets" / "pi05_lerobot" / "local" / "dataset" / "norm_stats.json", config_name="c"
+        tmp_path / "assets" / "pi05_lerobot" / "local" / "dataset" / "norm_stats.json", command="mend"
     )
 
 
@@ -156,6 +157,22 @@ def test_the_configs_own_options_are_taken(tmp_path):
     config = get_preset("pi0_libero")
     assert args.config.data == dataclasses.replace(config.data, path="x")
     assert (args.config.model.action_horizon, args.config.num_workers, args.config.seed) == (3, 8, config.seed)
+
+
+def test_the_command_in_messages_gives_the_runs_own_settings():
+    assert stats_command(get_preset("pi05_libero"), "/a b") == (
+        "python scripts/compute_norm_stats.py --config-name=pi05_libero '--data.path=/a b'"
+    )
+    preset = get_preset("pi05_lerobot")
+    config = dataclasses.replace(
+        preset,
+        model=dataclasses.replace(preset.model, action_horizon=7),
+        data=dataclasses.replace(preset.data, delta_action_dims=2, state_key="s", episodes=(1, 3), repo_id="a/b"),
+    )
+    command = stats_command(config)
+    assert "--data.path=DATASET_FOLDER" in command
+    again = parse_args(command.split()[2:]).config
+    assert again == dataclasses.replace(config, data=dataclasses.replace(config.data, path="DATASET_FOLDER"))
 
 
 def test_more_delta_dimensions_than_there_are(dataset, tmp_path):

@@ -175,10 +175,10 @@ def test_nan_names_dataset_column_episode_and_frame(make, column, row, rows, whe
         source.load_batch(np.array(rows))
     assert source.load_batch(np.array([0, 1])).actions.shape == (2, 4, 32)
     with pytest.raises(UserError, match=where):
-        validate_before_training(source, np.arange(8), config_name="c")
+        validate_before_training(source, np.arange(8), command="mend")
     with pytest.raises(UserError, match=r"these 2 episodes"):
         source.dataset.columns[column][0] = bad
-        validate_before_training(source, np.arange(8), config_name="c")
+        validate_before_training(source, np.arange(8), command="mend")
 
 
 def test_several_threads_may_load_at_once(make):
@@ -194,7 +194,7 @@ def test_rows_without_a_task_take_the_default_prompt_or_are_refused(make):
     with pytest.raises(UserError, match=r"1 of 2 frames have no task text.*--data.default-prompt"):
         make(dataset).load_batch(np.array([0, 5]))
     with pytest.raises(UserError, match=r"3 of 8 frames have no task text"):
-        validate_before_training(make(dataset), np.arange(8), config_name="c")
+        validate_before_training(make(dataset), np.arange(8), command="mend")
     source = make(dataset, data=DataConfig(repo_id="f", default_prompt="open the drawer"))
     expected = make().load_batch(np.array([0, 5])).observation.tokenized_prompt
     np.testing.assert_array_equal(source.load_batch(np.array([0, 5])).observation.tokenized_prompt, expected)
@@ -221,7 +221,7 @@ def test_max_token_len_auto_holds_every_prompt_and_state(make, tokenizer_path):
         length = settle_max_token_len(dataset, resolve_mapping(data, dataset), tokenizer, model, data)
         assert length % 4 == 0
         source = make(dataset, model=dataclasses.replace(model, max_token_len=length))
-        longest = validate_before_training(source, np.arange(8), config_name="c").longest_prompt
+        longest = validate_before_training(source, np.arange(8), command="mend").longest_prompt
         assert length - 4 < longest <= length
     assert settle_max_token_len(dataset, resolve_mapping(data, dataset), tokenizer, MODEL, data) == 48
 
@@ -234,10 +234,10 @@ def test_prompts_too_long_are_counted_before_training(make):
     with pytest.raises(
         UserError, match=r"3 of 8 frames have a prompt longer than --model.max-token-len=48 \(1 of 2 tasks"
     ):
-        validate_before_training(make(dataset), np.arange(8), config_name="c")
-    assert validate_before_training(make(dataset), np.arange(5), config_name="c").num_prompts == 1
+        validate_before_training(make(dataset), np.arange(8), command="mend")
+    assert validate_before_training(make(dataset), np.arange(5), command="mend").num_prompts == 1
     source = make(dataset, data=DataConfig(repo_id="f", allow_truncation=True))
-    report = validate_before_training(source, np.arange(8), config_name="c")
+    report = validate_before_training(source, np.arange(8), command="mend")
     assert any("3 of 8 frames" in warning and "are cut" in warning for warning in report.warnings)
 
 
@@ -247,11 +247,11 @@ def test_with_32_state_dimensions_the_states_that_occur_decide(make):
     dataset = FakeDataset(state_dim=32)
     source = make(dataset, model=dataclasses.replace(model, max_token_len=64))
     with pytest.raises(UserError, match=r"8 of 8 frames have a prompt longer than --model.max-token-len=64"):
-        validate_before_training(source, np.arange(8), config_name="c")
+        validate_before_training(source, np.arange(8), command="mend")
     dataset.columns["observation.state"][:] = -1  # bin 0 in every dimension: shorter than the bound over all states
     occurring = len(source.tokenizer.ids("open the drawer", np.full(32, -1.0)))
     report = validate_before_training(
-        make(dataset, model=dataclasses.replace(model, max_token_len=occurring)), np.arange(8), config_name="c"
+        make(dataset, model=dataclasses.replace(model, max_token_len=occurring)), np.arange(8), command="mend"
     )
     assert report.longest_prompt > occurring
 
@@ -261,10 +261,10 @@ def test_states_out_of_range_are_counted_for_the_discrete_prompt(make):
     dataset.columns["observation.state"][:] = 0
     dataset.columns["observation.state"][2] = [1.7, -1.2, 0, 0]
     model = dataclasses.replace(MODEL, discrete_state_input=True, max_token_len=96)
-    report = validate_before_training(make(dataset, model=model), np.arange(8), config_name="c")
+    report = validate_before_training(make(dataset, model=model), np.arange(8), command="mend")
     assert report.num_clipped_state_values == 2
     assert any("2 of 32 state values lie outside [-1, 1]" in warning for warning in report.warnings)
-    assert validate_before_training(make(dataset), np.arange(8), config_name="c").num_clipped_state_values == 0
+    assert validate_before_training(make(dataset), np.arange(8), command="mend").num_clipped_state_values == 0
 
 
 def stats_of(*, state, actions):
@@ -287,9 +287,9 @@ def test_swapped_statistics_are_noticed_even_without_a_record(make, normalizatio
     delta = stats_of(state=walk, actions=chunks - walk[:, None])
     for dims, right, wrong in ((0, absolute, delta), (3, delta, absolute)):
         data = DataConfig(repo_id="f", delta_action_dims=dims, normalization=normalization)
-        good = validate_before_training(make(dataset, data=data, norm_stats=right), np.arange(600), config_name="c")
+        good = validate_before_training(make(dataset, data=data, norm_stats=right), np.arange(600), command="mend")
         assert not [w for w in good.warnings if "may belong to other data" in w]
-        bad = validate_before_training(make(dataset, data=data, norm_stats=wrong), np.arange(600), config_name="c")
+        bad = validate_before_training(make(dataset, data=data, norm_stats=wrong), np.arange(600), command="mend")
         assert len([w for w in bad.warnings if w.startswith("actions") and "may belong to other data" in w]) == 3
 
 
@@ -305,11 +305,11 @@ def test_statistics_that_record_other_settings_are_refused(make):
         action_key="action",
     )
     stats = dataclasses.replace(unit_stats(), computed_for=record)
-    good = validate_before_training(make(norm_stats=stats), np.arange(8), config_name="c")
+    good = validate_before_training(make(norm_stats=stats), np.arange(8), command="mend")
     assert not [w for w in good.warnings if "were computed for" in w]
     delta = DataConfig(repo_id="fake", delta_action_dims=2)
-    with pytest.raises(UserError, match=r"--data.delta-action-dims=0, but this run uses 2.*compute_norm_stats.py"):
-        validate_before_training(make(norm_stats=stats, data=delta), np.arange(8), config_name="c")
+    with pytest.raises(UserError, match=r"--data.delta-action-dims=0, but this run uses 2.*mend"):
+        validate_before_training(make(norm_stats=stats, data=delta), np.arange(8), command="mend")
 
 
 def test_rows_of_episodes_go_by_the_datasets_own_numbers():
@@ -343,9 +343,7 @@ def real(shared, repo, tokenizer_path, name, config, stats, **options):
 @pytest.mark.shared
 def test_libero_with_the_published_statistics(shared, repo, tokenizer_path):
     config = get_preset("pi05_libero")
-    stats = load_norm_stats(
-        repo / "assets" / config.name / config.asset_id / "norm_stats.json", config_name=config.name
-    )
+    stats = load_norm_stats(repo / "assets" / config.name / config.asset_id / "norm_stats.json", command="mend")
     source = real(shared, repo, tokenizer_path, "libero_shaped_v20", config, stats)
     expected = np.load(shared / "datasets" / "expected" / "libero_shaped_v20.npz")
     rows = expected["index"]
