@@ -129,9 +129,10 @@ def _fit_warnings(source: BatchSource, rows: np.ndarray) -> list[str]:
         "state": numbers.normalize_state(state),
         "actions": numbers.normalize_actions(actions, state).reshape(-1, numbers.action_dim),
     }
+    swapped = f", or to {'absolute' if numbers.delta_action_dims else 'delta'} actions"
     return [
-        f"{key} dimension {dim}: {fault}. The normalisation statistics may belong to other data, or to "
-        f"{'absolute' if numbers.delta_action_dims else 'delta'} actions."
+        f"{key} dimension {dim}: {fault}. The normalisation statistics may belong to other data"
+        f"{swapped if key == 'actions' else ''}."
         for key, array in values.items()
         for dim in range(array.shape[1])
         if (fault := _misfit(array[:, dim], numbers.normalization))
