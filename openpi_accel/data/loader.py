@@ -146,8 +146,8 @@ class Loader[T]:
             self.close()
             raise
         self._pending.popleft()
-        self._submit(self._executor)  # now, so that workers go on while the caller computes
         self._next = first + self._batch_size
+        self._submit(self._executor)  # now, so that workers go on while the caller computes
         return LoadedBatch(batch, ids, self._next)
 
     def close(self) -> None:

@@ -155,18 +155,22 @@ class VideoReader:
             else:
                 self._container.seek(int(self.table.pts[0]) - 1, stream=self._stream, backward=True)
         self._decoded = self._container.decode(self._stream)
-        self._next = 0
+        self._next = int(self.table.keys[key]) if key >= 0 else 0
 
     def _decode_to(self, index: int) -> av.VideoFrame | None:
         """Decodes up to frame `index`; None if the decoder is already past it or ends before it."""
-        wanted = int(self.table.pts[index])
-        assert self._decoded is not None
-        for frame in self._decoded:
-            if frame.pts is None or frame.pts < wanted:
+        wanted, start = int(self.table.pts[index]), int(self.table.pts[self._next])
+        decoded, self._decoded = self._decoded, None  # a decoder that fails is not used again
+        assert decoded is not None
+        for frame in decoded:
+            if frame.pts is None or frame.pts < start:
+                continue  # in an open group: shown before the key frame, and not decodable from it
+            if frame.is_corrupt:  # H.264 paints over damage and goes on; later frames of the group rest on this one
+                raise UserError(f"{self.path}, frame {index}: the video is damaged here. Fetch the file again.")
+            if frame.pts < wanted:
                 continue
-            self._next = int(np.searchsorted(self.table.pts, frame.pts)) + 1
+            self._decoded, self._next = decoded, int(np.searchsorted(self.table.pts, frame.pts)) + 1
             return frame if frame.pts == wanted else None
-        self._decoded = None
         return None
 
 
@@ -246,7 +250,7 @@ class VideoPool:
 
 def _video_stream(container: av.container.InputContainer, path: pathlib.Path) -> av.VideoStream:
     if not container.streams.video:
-        raise UserError(f"{path}: there is no video stream in this file. Fetch it again.")
+        raise UserError(f"{path}: there is no video stream in this file. It is damaged or cut short; fetch it again.")
     return container.streams.video[0]
 
 

@@ -92,7 +92,8 @@ class LeRobotDataset:
             if key not in self._columns:
                 lengths = np.diff(self._index.data_starts).tolist()
                 parts = [
-                    read_column(path, key, length) for path, length in zip(self._index.data_files, lengths, strict=True)
+                    self._shaped(key, read_column(path, key, length))
+                    for path, length in zip(self._index.data_files, lengths, strict=True)
                 ]
                 if len({part.shape[1:] for part in parts}) > 1:
                     odd = next(i for i, part in enumerate(parts) if part.shape[1:] != parts[0].shape[1:])
@@ -101,7 +102,6 @@ class LeRobotDataset:
                         f"but {self._index.data_files[0]} has {parts[0].shape[1:]}. Every frame needs the same."
                     )
                 values = np.concatenate(parts)
-                values = self._shaped(key, values)
                 values.setflags(write=False)
                 self._columns[key] = values
             return self._columns[key]
@@ -109,7 +109,7 @@ class LeRobotDataset:
     def _shaped(self, key: str, values: np.ndarray) -> np.ndarray:
         """The declared shape: LeRobot stores shape (1,) as plain numbers, and a converter may store it as lists."""
         if key in BOOKKEEPING:
-            return values.reshape(self.num_frames)
+            return values.reshape(len(values))
         feature = self.features.get(key)
         if feature is None or values.dtype == object:
             return values
@@ -118,7 +118,7 @@ class LeRobotDataset:
                 f"{self.root}: column {key!r} has values of shape {values.shape[1:]}, but meta/info.json declares "
                 f"{feature.shape}. Correct info.json, or fetch the dataset again."
             )
-        return values.reshape(self.num_frames, *feature.shape)
+        return values.reshape(len(values), *feature.shape)
 
     def episode_of(self, rows: np.ndarray) -> np.ndarray:
         """Position of each row's episode in `episode_ids`: (B,).

@@ -91,11 +91,7 @@ class ImageColumns:
             if name in self._chunks:
                 self._chunks.move_to_end(name)
                 return self._chunks[name]
-        with contextlib.closing(open_parquet(path, footer)) as file, explained(path):
-            if key not in file.schema_arrow.names:
-                raise UserError(f"{path} has no column {key!r}. Its columns are {', '.join(file.schema_arrow.names)}.")
-            column = file.read_row_group(group, columns=[key], use_threads=False).column(key)
-        chunk = pa.concat_arrays(column.chunks)
+        chunk = self._load(path, key, group, footer)
         with self._lock:
             if name not in self._chunks:
                 self._chunks[name] = chunk
@@ -104,3 +100,10 @@ class ImageColumns:
                 _, old = self._chunks.popitem(last=False)
                 self._bytes -= old.nbytes
         return chunk
+
+    def _load(self, path: pathlib.Path, key: str, group: int, footer: pq.FileMetaData) -> pa.Array:
+        with contextlib.closing(open_parquet(path, footer)) as file, explained(path):
+            if key not in file.schema_arrow.names:
+                raise UserError(f"{path} has no column {key!r}. Its columns are {', '.join(file.schema_arrow.names)}.")
+            column = file.read_row_group(group, columns=[key], use_threads=False).column(key)
+        return pa.concat_arrays(column.chunks)
