@@ -28,8 +28,9 @@ need() { # variable, what it is, example
 }
 whole() { # variable, what it is, example, least, most
     need "$1" "$2" "$3"
-    [[ ${!1} =~ ^(0|[1-9][0-9]{0,8})$ ]] && ((${!1} >= $4 && ${!1} <= $5)) ||
+    if ! [[ ${!1} =~ ^(0|[1-9][0-9]{0,8})$ ]] || ((${!1} < $4 || ${!1} > $5)); then
         fail "$1=${!1} is not right: $2, a whole number from $4 to $5, for example $1=$3."
+    fi
 }
 
 need MASTER_ADDR "the host name or address of node 0" 10.0.0.1
