@@ -117,6 +117,16 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
     assert path.read_text() == before and [p.name for p in tmp_path.iterdir()] == ["norm_stats.json"]
 
 
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    path = tmp_path / "norm_stats.json"
+    save_norm_stats(path, unit_stats())
+    before = path.read_text()
+    with path.open() as reader:
+        save_norm_stats(path, unit_stats(state_dim=2))
+        assert reader.read() == before  # the old file was replaced, not written over
+    assert path.read_text() != before
+
+
 # Normalising
 
 
