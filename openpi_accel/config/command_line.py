@@ -30,7 +30,9 @@ def parse_train_config(argv: Sequence[str], *, prog: str, description: str) -> T
             raise SystemExit(0)
         raise UserError(f"a config name is missing.\n{text}")
     if argv[0].startswith("-"):
-        raise UserError(f"the config name comes first: {prog} <config> {' '.join(argv)}. Configs: {', '.join(PRESETS)}.")
+        raise UserError(
+            f"the config name comes first: {prog} <config> {' '.join(argv)}. Configs: {', '.join(PRESETS)}."
+        )
     preset = get_preset(argv[0])
     return override(preset, argv[1:], prog=f"{prog} {argv[0]}", description=description)
 

@@ -38,7 +38,9 @@ class Acceleration:
             if name.startswith("OPENPI_") and name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f" Did you mean {close[0]}?" if close else f" The switches are {', '.join(sorted(known))}."
-                raise UserError(f"{name} is set, but this version has no such switch.{hint} Unset it with: unset {name}")
+                raise UserError(
+                    f"{name} is set, but this version has no such switch.{hint} Unset it with: unset {name}"
+                )
         return dataclasses.replace(
             base,
             skip_images=_slots(env["OPENPI_SKIP_IMAGES"]) if "OPENPI_SKIP_IMAGES" in env else base.skip_images,
@@ -68,5 +70,7 @@ def _slots(value: str) -> tuple[str, ...]:
             hint = f" Did you mean {close[0]}?" if close else f" The slots are {', '.join(CAMERA_SLOTS)}, or auto."
             raise UserError(f"OPENPI_SKIP_IMAGES names {slot!r}, which is no camera slot of the model.{hint}")
     if set(slots) == set(CAMERA_SLOTS):
-        raise UserError("OPENPI_SKIP_IMAGES leaves out every camera; keep at least one of " + ", ".join(CAMERA_SLOTS) + ".")
+        raise UserError(
+            "OPENPI_SKIP_IMAGES leaves out every camera; keep at least one of " + ", ".join(CAMERA_SLOTS) + "."
+        )
     return slots

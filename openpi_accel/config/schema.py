@@ -107,7 +107,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         experts = (GEMMA_VARIANTS[self.paligemma_variant], GEMMA_VARIANTS[self.action_expert_variant])
-        if any(getattr(experts[0], f) != getattr(experts[1], f) for f in ("depth", "num_heads", "num_kv_heads", "head_dim")):
+        if any(
+            getattr(experts[0], f) != getattr(experts[1], f) for f in ("depth", "num_heads", "num_kv_heads", "head_dim")
+        ):
             raise UserError(
                 f"The two experts share attention, so {self.paligemma_variant} and {self.action_expert_variant} must agree "
                 "in depth, heads and head size. Take a matching pair, for example gemma_2b with gemma_300m."

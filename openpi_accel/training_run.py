@@ -1,0 +1,185 @@
+"""One training run from configuration to the last checkpoint; what scripts/train.py and scripts/demo.py call."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+
+import jax
+import numpy as np
+
+from openpi_accel import build
+from openpi_accel.config.environment import Environment
+from openpi_accel.config.flags import Acceleration
+from openpi_accel.config.schema import TrainConfig
+from openpi_accel.config.serialize import to_json
+from openpi_accel.errors import UserError
+from openpi_accel.models.freeze import format_counts
+from openpi_accel.models.weights import WeightsReport, find_params_folder
+from openpi_accel.parallel.mesh import check_batch_size, make_mesh
+from openpi_accel.train.checkpoint import CheckpointStore, Position
+from openpi_accel.train.loop import RunResult, compile_step, run
+from openpi_accel.train.metrics import MetricsWriter, WandbSettings
+from openpi_accel.train.run_folder import prepare_run_folder
+from openpi_accel.train.start import shardings_of
+from openpi_accel.train.watch import LoopConfig
+from openpi_accel.types import Batch, TrainState
+
+CONFIG_FILE = "config.json"
+
+
+def run_folder_of(config: TrainConfig) -> pathlib.Path:
+    """<checkpoint-base-dir>/<config>/<exp_name>.
+
+    Raises:
+        UserError: no exp_name, or one that is no plain folder name.
+    """
+    name = config.exp_name
+    if not name:
+        raise UserError(
+            "--exp-name is missing: the run needs a name, for example --exp-name=first_try (launchers: EXP_NAME)."
+        )
+    if name in (".", "..") or pathlib.PurePath(name).name != name:
+        raise UserError(
+            f"--exp-name {name!r} is no plain folder name. Leave out slashes, for example --exp-name=first_try."
+        )
+    return pathlib.Path(config.checkpoint_base_dir).expanduser() / config.name / name
+
+
+def train(config: TrainConfig, acceleration: Acceleration, environment: Environment) -> RunResult:
+    """Trains; on return every started save is complete.
+
+    Raises:
+        UserError: anything that the user can mend; nothing of an older run was touched unless overwriting was asked for
+            and everything that the new run needs was found.
+    """
+    main_process = jax.process_index() == 0
+    say = print if main_process else _silent
+    folder = run_folder_of(config)
+    mesh = make_mesh(config.fsdp_devices)
+    check_batch_size(config.batch_size, mesh.size, jax.process_count())
+    if config.weight_loader.params_path is not None and not config.resume:
+        find_params_folder(config.weight_loader.params_path)
+    data = build.build_data(config, acceleration, environment)
+    config = data.config
+    _describe_data(data, say)
+    ops = build.build_ops(acceleration, config.model.architecture)
+    training = build.build_training(config, ops, mesh)
+    say(format_counts(training.counts))
+
+    resume_from = prepare_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
+    if main_process:
+        _write_aside(folder / CONFIG_FILE, to_json(dataclasses.replace(config, resume=False, overwrite=False)))
+    store = CheckpointStore(
+        folder,
+        keep_period=config.keep_period,
+        assets={f"{config.asset_id}/norm_stats.json": data.norm_stats_text},
+        settings=training.settings,
+    )
+    try:
+        position: Position | None = None
+        if resume_from is not None:
+            state, position = store.restore(resume_from, training.abstract)
+            say(f"resumed {folder} after step {resume_from}")
+        else:
+            state, weights = training.fresh_state()
+            say(_describe_weights(weights, config))
+        return _run(config, data, training, mesh, store, state, position, folder)
+    finally:
+        store.close()
+
+
+def _run(
+    config: TrainConfig,
+    data: build.Data,
+    training: build.Training,
+    mesh: jax.sharding.Mesh,
+    store: CheckpointStore,
+    state: TrainState,
+    position: Position | None,
+    folder: pathlib.Path,
+) -> RunResult:
+    first_step = int(state.step)
+    next_sample = first_step * config.batch_size
+    if position is not None and position.next_sample is not None:
+        next_sample = position.next_sample
+    wandb = WandbSettings(project=config.project_name, name=config.exp_name, config=json.loads(to_json(config)))
+    metrics = MetricsWriter(
+        folder,
+        resume_step=first_step,
+        wandb=wandb if config.wandb_enabled else None,
+        enabled=jax.process_index() == 0,
+    )
+
+    def save_pictures(batch: Batch) -> None:
+        metrics.save_images({slot: np.asarray(image) for slot, image in batch.observation.images.items()})
+
+    with data.loader(start_sample=next_sample) as loader:
+        try:
+            return run(
+                compile_step(training.step, mesh, shardings_of(training.abstract)),
+                state,
+                training.train_rng,
+                loader,
+                LoopConfig(
+                    num_train_steps=config.num_train_steps,
+                    batch_size=config.batch_size,
+                    log_interval=config.log_interval,
+                    save_interval=config.save_interval,
+                ),
+                mesh,
+                store,
+                metrics,
+                position=position,
+                on_first_batch=save_pictures,
+                show=jax.process_index() == 0,
+            )
+        finally:
+            metrics.close()
+
+
+def _describe_data(data: build.Data, say: object) -> None:
+    assert callable(say)
+    dataset, config, report = data.source.dataset, data.config, data.report
+    say(
+        f"dataset: {dataset.root} (LeRobot {dataset.version}, {dataset.num_episodes} episodes, {report.num_frames} frames "
+        f"in use, {dataset.fps:g} fps)"
+    )
+    for note in data.source.mapping.notes:
+        say(f"  {note}")
+    feeds = config.data.cameras.as_dict()
+    cameras = ", ".join(f"{slot} <- {feeds.get(slot, 'nothing (masked)')}" for slot in data.source.slots)
+    say(f"cameras: {cameras}")
+    say(
+        f"prompts: {report.num_prompts} different, the longest takes {report.longest_prompt} of "
+        f"{config.model.max_token_len} tokens"
+    )
+    for warning in report.warnings:
+        say(f"warning: {warning}")
+    say(
+        f"devices: {jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} process(es), {platform.node()}"
+    )
+
+
+def _describe_weights(report: WeightsReport | None, config: TrainConfig) -> str:
+    if report is None:
+        return "weights: fresh (no --weight-loader.params-path, launchers: BASE_CHECKPOINT_PATH)"
+    lines = [f"weights: {len(report.loaded)} leaves from {config.weight_loader.params_path}"]
+    for what, names in (
+        ("fresh, missing there", report.missing),
+        ("left out, unknown to the model", report.unexpected),
+    ):
+        if names:
+            lines += [f"  {what}:", *(f"    {name}" for name in names)]
+    return "\n".join(lines)
+
+
+def _write_aside(path: pathlib.Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text)
+    os.replace(aside, path)
+
+
+def _silent(*_: object) -> None:
+    """Only the first process speaks."""
