@@ -43,10 +43,9 @@ def read_leaves(folder: pathlib.Path, targets: Mapping[str, jax.ShapeDtypeStruct
     item = jax.tree.unflatten(treedef, [targets.get(path, ocp.PLACEHOLDER) for path in paths])
     restore_args = jax.tree.unflatten(treedef, [_restore_args(targets.get(path)) for path in paths])
     try:
-        with _checkpointer() as checkpointer:
-            restored = checkpointer.restore(
-                folder.resolve(), args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
-            )
+        restored = _handler().restore(
+            folder.resolve(), args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+        )
     except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
         raise UserError(
             f"{folder} could not be read: {str(error)[:500]}. The files are damaged or incomplete: copy them again."
@@ -77,8 +76,8 @@ def _flatten_with_path(tree: Any) -> tuple[list[str], Any]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs], treedef
 
 
-def _checkpointer() -> ocp.Checkpointer:
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_RESTORE_CONCURRENT_GB))
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    return ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_RESTORE_CONCURRENT_GB)
 
 
 def _metadata(folder: pathlib.Path) -> Any:
@@ -88,8 +87,7 @@ def _metadata(folder: pathlib.Path) -> Any:
             "holds _METADATA, or a checkpoint folder with params/ in it."
         )
     try:
-        with _checkpointer() as checkpointer:
-            return checkpointer.metadata(folder.resolve()).item_metadata.tree
+        return _handler().metadata(folder.resolve()).tree
     except Exception as error:
         raise UserError(
             f"{folder}/_METADATA could not be read: {str(error)[:500]}. The checkpoint is damaged: copy it again."

@@ -13,15 +13,15 @@ from jax.sharding import NamedSharding
 
 
 class LoadedBatch(Protocol):
-    """What a loader yields: this process's share of one global batch."""
+    """What a loader yields for one global batch."""
 
     @property
     def batch(self) -> Any:
-        """A pytree of numpy arrays, samples on axis 0."""
+        """This process's share: a pytree of numpy arrays, samples on axis 0."""
 
     @property
     def sample_ids(self) -> np.ndarray:
-        """Which samples these are, integers."""
+        """Which samples the global batch has, integers, the same in every process."""
 
     @property
     def next_sample(self) -> int:

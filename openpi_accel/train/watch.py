@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from openpi_accel.errors import UserError
 from openpi_accel.train.metrics import MetricsWriter, hash_sample_ids
@@ -105,7 +104,7 @@ class StepWatch:
             "samples_per_s": self._config.batch_size * self._timed_steps / elapsed_s,
             "step_s": elapsed_s / self._timed_steps,
             "data_wait_share": min(1.0, self._wait_s / elapsed_s),
-            "sample_ids_hash": hash_sample_ids(_global_ids(started.sample_ids)),
+            "sample_ids_hash": hash_sample_ids(started.sample_ids),
         }
         row["learning_rate"] = self._values["learning_rate"][-1]  # the schedule's value at this step, no mean
         self._metrics.write(row)
@@ -119,16 +118,16 @@ class StepWatch:
 
     def _not_finite(self, values: dict[str, float]) -> NonFiniteError:
         started = self._flight[0]
-        suffix = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
-        path = self._folder / f"not_finite_step_{started.index}{suffix}.json"
+        path = self._folder / f"not_finite_step_{started.index}.json"
         content = {
             "step": started.index,
             "metrics": {name: repr(value) for name, value in values.items()},
             "sample_ids": {str(step.index): np.asarray(step.sample_ids).tolist() for step in self._flight},
         }
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(content, indent=1))
-        os.replace(aside, path)
+        if jax.process_index() == 0:  # all processes know the ids of the whole batch and see the same metrics
+            aside = path.with_suffix(".tmp")
+            aside.write_text(json.dumps(content, indent=1))
+            os.replace(aside, path)
         shown = ", ".join(f"{name} {values[name]}" for name in values if not math.isfinite(values[name]))
         return NonFiniteError(
             f"Step {started.index} is not finite ({shown}); training stopped and nothing of it was saved. The ids of "
@@ -136,10 +135,3 @@ class StepWatch:
             "statistics anew if the data changed; if the data is sound, lower --lr-schedule.peak-lr. Then continue "
             "from the last checkpoint with --resume (launchers: RESUME=1)."
         )
-
-
-def _global_ids(local: np.ndarray) -> np.ndarray:
-    """The ids of the whole batch, in process order."""
-    if jax.process_count() == 1:
-        return np.asarray(local)
-    return np.asarray(multihost_utils.process_allgather(np.asarray(local), tiled=True))

@@ -1,0 +1,9 @@
+"""Shows what a checkpoint holds: python scripts/inspect_checkpoint.py PATH [--compare OTHER] [--json]"""
+
+import sys
+
+from openpi_accel.cli import run
+from openpi_accel.tools.inspect_checkpoint import main
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))
