@@ -30,7 +30,7 @@ def cut(path: pathlib.Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 5])
 
 
-def refused(root: pathlib.Path, *words: str) -> None:
+def assert_refused(root: pathlib.Path, *words: str) -> None:
     with pytest.raises(UserError) as error:
         open_dataset(root)
     for word in words:
@@ -42,41 +42,41 @@ def data_file(root: pathlib.Path, number: int = 0) -> pathlib.Path:
 
 
 def test_no_folder(tmp_path: pathlib.Path) -> None:
-    refused(tmp_path / "none", "There is no folder", "none")
+    assert_refused(tmp_path / "none", "There is no folder", "none")
 
 
 def test_empty_folder(tmp_path: pathlib.Path) -> None:
-    refused(tmp_path, str(tmp_path), "is empty")
+    assert_refused(tmp_path, str(tmp_path), "is empty")
 
 
 def test_a_file(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.txt").write_text("words")
-    refused(tmp_path / "a.txt", "is a file")
+    assert_refused(tmp_path / "a.txt", "is a file")
 
 
 def test_a_folder_of_something_else(tmp_path: pathlib.Path) -> None:
     (tmp_path / "notes.txt").write_text("words")
-    refused(tmp_path, "has no meta/info.json")
+    assert_refused(tmp_path, "has no meta/info.json")
 
 
 def test_the_parent_of_datasets(tmp_path: pathlib.Path) -> None:
     write_dataset(tmp_path / "org" / "one")
     write_dataset(tmp_path / "org" / "two")
-    refused(tmp_path / "org", "holds 2", str(tmp_path / "org" / "one"))
-    refused(tmp_path, "holds 2", str(tmp_path / "org" / "two"))
+    assert_refused(tmp_path / "org", "holds 2", str(tmp_path / "org" / "one"))
+    assert_refused(tmp_path, "holds 2", str(tmp_path / "org" / "two"))
 
 
 @pytest.mark.parametrize("part", ["meta", "data", "data/chunk-000"])
 def test_a_part_of_a_dataset(tmp_path: pathlib.Path, part: str) -> None:
     root = write_dataset(tmp_path / "d")
-    refused(root / part, "is a part of a dataset", f"folder: {root}")
+    assert_refused(root / part, "is a part of a dataset", f"folder: {root}")
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"codebase_version": "v2.1",', "\xff\xfe"])
 def test_info_that_is_not_json(tmp_path: pathlib.Path, text: str) -> None:
     root = write_dataset(tmp_path / "d")
     (root / "meta/info.json").write_bytes(text.encode("latin1"))
-    refused(root, "info.json", "not readable as JSON")
+    assert_refused(root, "info.json", "not readable as JSON")
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_info_that_is_not_json(tmp_path: pathlib.Path, text: str) -> None:
 def test_info_that_says_something_else(tmp_path: pathlib.Path, version: str, changes: dict, words: tuple[str]) -> None:
     root = write_dataset(tmp_path / "d", version=version)
     edit_info(root, **changes)
-    refused(root, "info.json", *words)
+    assert_refused(root, "info.json", *words)
 
 
 def test_info_that_is_a_list(tmp_path: pathlib.Path) -> None:
     root = write_dataset(tmp_path / "d")
     (root / "meta/info.json").write_text("[]")
-    refused(root, "info.json", "no features")
+    assert_refused(root, "info.json", "no features")
 
 
 @pytest.mark.parametrize(
@@ -124,23 +124,23 @@ def test_missing_and_truncated_files(tmp_path: pathlib.Path, version: str, file:
     root = write_dataset(tmp_path / "d", version=version)
     if damage == "missing":
         (root / file).unlink()
-        refused(root, file, "missing")
+        assert_refused(root, file, "missing")
     else:
         cut(root / file)
-        refused(root, file)
+        assert_refused(root, file)
 
 
 def test_no_episode_table(tmp_path: pathlib.Path) -> None:
     root = write_dataset(tmp_path / "d", version="v3.0")
     shutil.rmtree(root / "meta/episodes")
-    refused(root, "meta/episodes", "no parquet files")
+    assert_refused(root, "meta/episodes", "no parquet files")
 
 
 def test_no_episodes_at_all(tmp_path: pathlib.Path) -> None:
     root = write_dataset(tmp_path / "d")
     (root / "meta/episodes.jsonl").write_text("")
     edit_info(root, total_frames=0, total_episodes=0)
-    refused(root, "episodes.jsonl", "empty")
+    assert_refused(root, "episodes.jsonl", "empty")
 
 
 @pytest.mark.parametrize("line", ['{"episode_index": 0, "length": 5}', '{"episode_index": 7}', "3", "{"])
@@ -148,28 +148,28 @@ def test_a_bad_line_in_the_episode_list(tmp_path: pathlib.Path, line: str) -> No
     root = write_dataset(tmp_path / "d")
     with (root / "meta/episodes.jsonl").open("a") as file:
         file.write(line + "\n")
-    refused(root, "episodes.jsonl")
+    assert_refused(root, "episodes.jsonl")
 
 
 def test_rows_and_declared_length_disagree(tmp_path: pathlib.Path) -> None:
     root = write_dataset(tmp_path / "d")
     edit_table(data_file(root, 1), lambda table: table.slice(0, 2))
-    refused(root, "episode_000001.parquet has 2 rows", "says 3")
+    assert_refused(root, "episode_000001.parquet has 2 rows", "says 3")
     root = write_dataset(tmp_path / "d3", version="v3.0")
     edit_table(data_file(root), lambda table: table.slice(0, 7))
-    refused(root, "file-000.parquet holds 2 rows of episode 1", "says 3")
+    assert_refused(root, "file-000.parquet holds 2 rows of episode 1", "says 3")
 
 
 def test_episode_that_is_not_in_its_file(tmp_path: pathlib.Path) -> None:
     root = write_dataset(tmp_path / "d", version="v3.0")
     edit_table(data_file(root), lambda table: table.slice(0, 5))
-    refused(root, "file-000.parquet lacks episode 1")
+    assert_refused(root, "file-000.parquet lacks episode 1")
 
 
 def test_rows_of_an_episode_apart_from_each_other(tmp_path: pathlib.Path) -> None:
     root = write_dataset(tmp_path / "d", version="v3.0")
     edit_table(data_file(root), lambda table: table.take([0, 1, 5, 6, 7, 2, 3, 4]))
-    refused(root, "file-000.parquet", "episode 0 are not next to each other")
+    assert_refused(root, "file-000.parquet", "episode 0 are not next to each other")
 
 
 def test_video_camera_without_videos(tmp_path: pathlib.Path) -> None:
@@ -178,10 +178,10 @@ def test_video_camera_without_videos(tmp_path: pathlib.Path) -> None:
         root / "meta/episodes/chunk-000/file-000.parquet",
         lambda table: table.select([name for name in table.column_names if not name.startswith("videos/")]),
     )
-    refused(root, f"videos/{CAMERA}/chunk_index")
+    assert_refused(root, f"videos/{CAMERA}/chunk_index")
     root = write_dataset(tmp_path / "d2", kind="video")
     edit_info(root, video_path=None)
-    refused(root, "video_path")
+    assert_refused(root, "video_path")
 
 
 def test_unknown_columns_cameras_and_rows(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,10 @@
+"""Shows what a LeRobot dataset holds: python scripts/inspect_dataset.py PATH [--check] [--rows 0,5,77] [--json]"""
+
+import os
+import sys
+
+from openpi_accel.cli import run
+from openpi_accel.tools.inspect_dataset import main
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:], os.environ))
