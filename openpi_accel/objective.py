@@ -26,9 +26,9 @@ LossFn = Callable[[Params, Batch, jax.Array], jax.Array]
 
 
 def draw_noise_time(
-    noise_rng: jax.Array, time_rng: jax.Array, action_shape: tuple[int, int, int]
+    noise_rng: jax.Array, time_rng: jax.Array, action_shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Noise B A E, standard normal; time B, Beta(1.5, 1) moved into (0.001, 1)."""
+    """For actions of shape B A E: noise B A E, standard normal; time B, Beta(1.5, 1) moved into (0.001, 1)."""
     noise = jax.random.normal(noise_rng, action_shape)
     time = jax.random.beta(time_rng, 1.5, 1.0, action_shape[:1]) * 0.999 + 0.001
     return noise, time

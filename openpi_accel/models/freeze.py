@@ -48,8 +48,8 @@ def trainable_predicate(spec: str, params: Mapping[str, Any], arch: Architecture
     if num_frozen in (0, len(paths)):
         amount = "no parameter" if num_frozen == 0 else "every parameter"
         raise UserError(
-            f"--freeze={spec} matches {amount} of this model, so it cannot be meant. It is one of {', '.join(PRESETS)}, "
-            f"or a regular expression over whole paths such as {paths[0]} (for example .*/img/.*)."
+            f"--freeze={spec} matches {amount} of this model, so it cannot be meant. It is one of "
+            f"{', '.join(PRESETS)}, or a regular expression over whole paths such as {paths[0]}, for example .*/img/.*"
         )
     return lambda path: not is_frozen(path)
 

@@ -57,7 +57,8 @@ class Attention(nnx.Module):
             k, v = jnp.concatenate([cache[0], k], axis=1), jnp.concatenate([cache[1], v], axis=1)
         encoded = self.attention(q, k, v, mask)
 
-        outs, start = [], 0
+        outs: list[jax.Array | None] = []
+        start = 0
         for suffix, x in zip(SUFFIXES, xs, strict=True):
             if x is None:
                 outs.append(None)

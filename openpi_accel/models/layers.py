@@ -21,7 +21,9 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array, cond: jax.Array | None) -> tuple[jax.Array, None]:
         """x: B T D -> (B T D, no gate). Takes `cond` only to share the signature of AdaRMSNorm."""
         del cond
-        return (_unit_rms(x) * (1 + self.scale[...])[None, None]).astype(x.dtype), None
+        # In float32 also where the scale is frozen in bfloat16: compiled, upstream's sum is never rounded to bfloat16.
+        scale = 1 + self.scale[...].astype(jnp.float32)
+        return (_unit_rms(x) * scale[None, None]).astype(x.dtype), None
 
 
 class AdaRMSNorm(nnx.Module):
@@ -33,8 +35,9 @@ class AdaRMSNorm(nnx.Module):
     def __call__(self, x: jax.Array, cond: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """x: B T D, cond: B D -> (B T D, gate B 1 D). The dense layer runs in x's dtype."""
         assert cond is not None
-        kernel, bias = self.Dense_0.kernel[...].astype(x.dtype), self.Dense_0.bias[...].astype(x.dtype)
-        modulation = cond.astype(x.dtype) @ kernel + bias[None]
+        kernel, bias = self.Dense_0.kernel, self.Dense_0.bias
+        assert bias is not None
+        modulation = cond.astype(x.dtype) @ kernel[...].astype(x.dtype) + bias[...].astype(x.dtype)[None]
         scale, shift, gate = jnp.split(modulation[:, None], 3, axis=-1)
         return (_unit_rms(x) * (1 + scale) + shift).astype(x.dtype), gate
 
@@ -109,7 +112,10 @@ class FeedForward(nnx.Module):
 
 
 def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary position embedding on split halves, base 10000, in float32 (Su et al. 2021). x: B T N H, positions: B T."""
+    """Rotary position embedding on split halves, base 10000, in float32 (Su et al. 2021).
+
+    x: B T N H, positions: B T -> B T N H in x's dtype.
+    """
     half = x.shape[-1] // 2
     timescale = 10_000 ** ((2.0 / x.shape[-1]) * jnp.arange(half, dtype=jnp.float32))
     radians = positions.astype(jnp.float32)[:, :, None, None] / timescale[None, None, None]

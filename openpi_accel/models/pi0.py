@@ -96,9 +96,7 @@ class Pi0(nnx.Module):
         valid.append(obs.tokenized_prompt_mask)
         return jnp.concatenate(tokens, axis=1), jnp.concatenate(valid, axis=1)
 
-    def embed_suffix(
-        self, state: jax.Array, x_t: jax.Array, time: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def embed_suffix(self, state: jax.Array, x_t: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Action tokens, after a state token in pi0. All suffix tokens are valid.
 
         Args:
@@ -125,9 +123,7 @@ class Pi0(nnx.Module):
         prefix, prefix_valid = self.embed_prefix(obs)
         suffix, cond = self.embed_suffix(obs.state, x_t, time)
         valid = jnp.concatenate([prefix_valid, jnp.ones(suffix.shape[:2], bool)], axis=1)
-        mask = AttentionMask(
-            valid=valid, blocks=(prefix.shape[1], *self.suffix_blocks()), num_queries=valid.shape[1]
-        )
+        mask = AttentionMask(valid=valid, blocks=(prefix.shape[1], *self.suffix_blocks()), num_queries=valid.shape[1])
         positions = positions_of(valid)
         (prefix_out, suffix_out), _ = self.PaliGemma.llm((prefix, suffix), positions, mask, cond)
         assert prefix_out is not None and suffix_out is not None
@@ -171,9 +167,9 @@ class Pi0(nnx.Module):
         def step(carry: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], None]:
             x_t, time = carry
             suffix, cond = self.embed_suffix(obs.state, x_t, jnp.broadcast_to(time, noise.shape[:1]))
-            (_, suffix_out), _ = llm((None, suffix), positions, mask, cond, cache=cache)
-            assert suffix_out is not None
-            return (x_t + dt * self._velocity_of(suffix_out), time + dt), None
+            outs, _no_cache = llm((None, suffix), positions, mask, cond, cache=cache)
+            assert outs[1] is not None
+            return (x_t + dt * self._velocity_of(outs[1]), time + dt), None
 
         (actions, _), _ = jax.lax.scan(step, (noise, jnp.float32(1.0)), None, length=num_steps)
         return actions

@@ -1,7 +1,6 @@
 """Between the NNX model and plain nested dictionaries of arrays, which the trainer shards, saves and updates."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from flax import nnx
@@ -9,6 +8,7 @@ from flax import nnx
 from openpi_accel.config.schema import Architecture
 from openpi_accel.models.ops import REFERENCE_OPS, Ops
 from openpi_accel.models.pi0 import Pi0
+from openpi_accel.tree import flatten
 from openpi_accel.types import Params
 
 
@@ -24,14 +24,14 @@ def bind(arch: Architecture, ops: Ops = REFERENCE_OPS) -> Callable[[Params], Pi0
     when the tree's paths are not the model's.
     """
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Pi0(arch, ops, rngs=nnx.Rngs(0))))
-    expected = jax.tree.structure(nnx.to_pure_dict(abstract))
+    expected = list(flatten(nnx.to_pure_dict(abstract)))
     state_structure = jax.tree.structure(abstract)
 
     def model_of(params: Params) -> Pi0:
-        leaves: list[Any]
-        leaves, structure = jax.tree.flatten(params)
-        if structure != expected:
-            raise ValueError(f"the parameter tree does not fit the model: expected {expected}, got {structure}")
-        return nnx.merge(graphdef, jax.tree.unflatten(state_structure, leaves))
+        flat = flatten(params)
+        if list(flat) != expected:
+            wrong = sorted(set(flat) ^ set(expected))
+            raise ValueError(f"the parameter tree does not fit the model; missing or unexpected: {wrong}")
+        return nnx.merge(graphdef, jax.tree.unflatten(state_structure, list(flat.values())))
 
     return model_of

@@ -20,8 +20,11 @@ class Attention(nnx.Module):
 
     def __init__(self, config: SiglipConfig, dtype: jnp.dtype, ops: Ops, *, rngs: nnx.Rngs):
         heads = (config.num_heads, config.width // config.num_heads)
-        for name in ("query", "key", "value"):
-            setattr(self, name, nnx.LinearGeneral(config.width, heads, kernel_init=_XAVIER, dtype=dtype, rngs=rngs))
+
+        def project() -> nnx.LinearGeneral:
+            return nnx.LinearGeneral(config.width, heads, kernel_init=_XAVIER, dtype=dtype, rngs=rngs)
+
+        self.query, self.key, self.value = project(), project(), project()
         self.out = nnx.LinearGeneral(heads, config.width, axis=(-2, -1), kernel_init=_XAVIER, dtype=dtype, rngs=rngs)
         self.attention = ops.siglip_attention
 
