@@ -47,9 +47,7 @@ def read_leaves(folder: pathlib.Path, targets: Mapping[str, jax.ShapeDtypeStruct
             folder.resolve(), args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
         )
     except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
-        raise UserError(
-            f"{folder} could not be read: {str(error)[:500]}. The files are damaged or incomplete: copy them again."
-        ) from error
+        raise _damaged(folder, error) from error
     leaves = by_path(restored)
     return {path: leaves[path] for path in targets}
 
@@ -89,9 +87,13 @@ def _metadata(folder: pathlib.Path) -> Any:
     try:
         return _handler().metadata(folder.resolve()).tree
     except Exception as error:
-        raise UserError(
-            f"{folder}/_METADATA could not be read: {str(error)[:500]}. The checkpoint is damaged: copy it again."
-        ) from error
+        raise _damaged(folder, error) from error
+
+
+def _damaged(folder: pathlib.Path, error: Exception) -> UserError:
+    return UserError(
+        f"{folder} could not be read: {str(error)[:500]}. The files are damaged or incomplete: copy them again."
+    )
 
 
 def _restore_args(target: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:

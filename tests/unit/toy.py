@@ -1,0 +1,116 @@
+"""A linear model, a loader and a run around them: everything that train/ asks for, without pi0.5."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from openpi_accel.config.schema import OptimizerConfig, ScheduleConfig
+from openpi_accel.parallel.mesh import make_mesh
+from openpi_accel.train import loop, start
+from openpi_accel.train.checkpoint import CheckpointStore
+from openpi_accel.train.metrics import MetricsWriter
+from openpi_accel.train.optimizer import make_optimizer, make_schedule
+from openpi_accel.train.run_folder import prepare_run_folder
+from openpi_accel.train.step import make_train_step
+from openpi_accel.types import Params, TrainState
+
+BATCH, WIDTH = 8, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    batch: dict[str, np.ndarray]
+    sample_ids: np.ndarray
+    next_sample: int
+
+
+def batches(next_sample: int = 0, bad_sample: int | None = None) -> Iterator[Loaded]:
+    """Sample i is drawn from seed i; the target of `bad_sample` is NaN."""
+    while True:
+        ids = np.arange(next_sample, next_sample + BATCH)
+        x = np.stack([np.random.default_rng(i).standard_normal(WIDTH).astype(np.float32) for i in ids])
+        y = 2 * x[:, :4] - 1
+        if bad_sample in ids:
+            y[list(ids).index(bad_sample)] = np.nan
+        next_sample += BATCH
+        yield Loaded({"x": x, "y": y}, ids, next_sample)
+
+
+def init_params(rng: jax.Array) -> Params:
+    return {"hidden": {"kernel": jax.random.normal(rng, (WIDTH, 64)) * 0.1}, "out": {"kernel": jnp.zeros((64, 4))}}
+
+
+def loss_fn(params: Params, batch: dict[str, jax.Array], rng: jax.Array) -> jax.Array:
+    noise = 0.01 * jax.random.normal(rng, batch["x"].shape)
+    hidden = jnp.tanh((batch["x"] + noise) @ params["hidden"]["kernel"])
+    return jnp.mean(jnp.square(hidden @ params["out"]["kernel"] - batch["y"]))
+
+
+def everything(path: str) -> bool:
+    return True
+
+
+SCHEDULE = make_schedule(ScheduleConfig(warmup_steps=3, peak_lr=1e-2, decay_steps=100, decay_lr=1e-3))
+TX = make_optimizer(OptimizerConfig(), SCHEDULE)
+
+
+def train(
+    folder: pathlib.Path,
+    num_steps: int,
+    *,
+    resume: bool = False,
+    mesh: Mesh | None = None,
+    ema_decay: float | None = 0.9,
+    log_interval: int = 1,
+    save_interval: int = 1000,
+    bad_sample: int | None = None,
+    keep_period: int | None = None,
+    loader: Any = None,
+    on_first_batch: Any = None,
+) -> tuple[loop.RunResult, Any]:
+    """A run as the composition root builds it; also returns the compiled step."""
+    mesh = mesh or make_mesh(1, jax.devices()[:1])
+    is_trainable = everything
+    resume_from = prepare_run_folder(folder, resume=resume, overwrite=False)
+    store = CheckpointStore(
+        folder, keep_period=keep_period, assets={"toy/norm_stats.json": "{}"}, settings={"ema_decay": ema_decay}
+    )
+    abstract = start.abstract_state(init_params, TX, is_trainable, ema_decay, mesh)
+    if resume_from is None:
+        state, position = start.fresh_state(init_params, jax.random.key(0), abstract, TX, is_trainable, ema_decay), None
+    else:
+        state, position = store.restore(resume_from, abstract)
+    step = make_train_step(loss_fn, TX, SCHEDULE, is_trainable, ema_decay)
+    compiled = loop.compile_step(step, mesh, start.shardings_of(abstract))
+    metrics = MetricsWriter(folder, resume_step=int(state.step))
+    next_sample = position.next_sample if position and position.next_sample is not None else 0
+    try:
+        result = loop.run(
+            compiled,
+            state,
+            jax.random.key(1),
+            loader or batches(next_sample, bad_sample),
+            loop.LoopConfig(
+                num_train_steps=num_steps, batch_size=BATCH, log_interval=log_interval, save_interval=save_interval
+            ),
+            mesh,
+            store,
+            metrics,
+            position=position,
+            on_first_batch=on_first_batch,
+            show=False,
+        )
+    finally:
+        metrics.close()
+        store.close()
+    return result, compiled
+
+
+def leaves(state: TrainState) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
