@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from openpi_accel.data.lerobot.dataset import open_dataset
-from openpi_accel.data.lerobot.image_columns import ImageColumns
 from tests.lerobot_writer import CAMERA, number_of, numbered_frame, png, write_dataset
 
 NTSC = fractions.Fraction(30000, 1001)
@@ -182,20 +181,6 @@ def test_jpeg_in_parquet(tmp_path: pathlib.Path) -> None:
     dataset = open_dataset(root)
     assert number_of(dataset.frames(CAMERA, np.array([1]))[0]) == 77
     assert dataset.codec_of(CAMERA) == "jpeg"
-
-
-def test_images_in_memory_are_bounded_and_read_once_in_order(tmp_path: pathlib.Path) -> None:
-    root = write_dataset(tmp_path / "d", lengths=(9, 9))  # row groups of three
-    paths = sorted(root.glob("data/*/*.parquet"))
-    one = pq.ParquetFile(paths[0]).read_row_group(0, columns=[CAMERA]).column(CAMERA).nbytes
-    columns, opened = ImageColumns(root, max_bytes=int(2.5 * one)), []
-    chunk_of = columns._load
-    columns._load = lambda *args: (opened.append(args[:3]), chunk_of(*args))[1]  # type: ignore[method-assign,func-returns-value]
-    for path in paths:
-        images = columns.read(path, CAMERA, range(9))
-        assert [number_of(np.asarray(PIL.Image.open(io.BytesIO(i)))) % 9 for i in images] == list(range(9))
-    assert len(opened) == 6
-    assert len(columns._chunks) == 2 and columns._bytes <= 2.5 * one
 
 
 def test_threads_read_one_dataset(tmp_path: pathlib.Path) -> None:

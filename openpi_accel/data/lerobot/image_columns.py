@@ -4,32 +4,63 @@ import collections
 import contextlib
 import pathlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from openpi_accel.data.lerobot.pages import PageTable, PageValues, Unsupported, read_page, read_page_table
 from openpi_accel.data.lerobot.parquet import explained, open_parquet
 from openpi_accel.errors import UserError
+
+
+class Cache:
+    """Values by name, the latest used up to `max_size` in all; a single larger one is kept alone. For threads."""
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size, self.size = max_size, 0
+        self._lock = threading.Lock()
+        self._entries: collections.OrderedDict[Any, tuple[Any, int]] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get[T](self, name: Any, make: Callable[[], T], size_of: Callable[[T], int] = lambda value: 1) -> T:
+        """The kept value, or a new one. Two threads may make the same one; one of them is kept."""
+        with self._lock:
+            if name in self._entries:
+                self._entries.move_to_end(name)
+                return self._entries[name][0]
+        value = make()
+        size = size_of(value)
+        with self._lock:
+            if name not in self._entries:
+                self._entries[name] = value, size
+                self.size += size
+            while self.size > self.max_size and len(self._entries) > 1:
+                _, (_, old) = self._entries.popitem(last=False)
+                self.size -= old
+        return value
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            self._entries.clear()
+            self.size = 0
 
 
 class ImageColumns:
     """The bytes of images in parquet files, without holding a whole dataset in memory.
 
-    A parquet file can only be read by whole column chunks (one column of one row group), so that is the unit that is
-    kept: the latest used, up to `max_bytes` for all threads together. A row group larger than that is kept alone. Reads
-    in file order touch each chunk once; far random reads cost one chunk each.
+    A row costs one page (about 1 MB); where a file's layout is unusual, one column chunk. The latest used pages and
+    chunks are kept, up to `max_bytes` for all threads together; footers and page tables up to `max_tables` each.
     """
 
-    def __init__(self, root: pathlib.Path, max_bytes: int = 512 << 20, max_footers: int = 4096) -> None:
-        self._root, self._max_bytes, self._max_footers = root, max_bytes, max_footers
-        self._lock = threading.Lock()
-        self._chunks: collections.OrderedDict[tuple[pathlib.Path, str, int], pa.Array] = collections.OrderedDict()
-        self._bytes = 0
-        self._footers: collections.OrderedDict[pathlib.Path, tuple[pq.FileMetaData, np.ndarray]] = (
-            collections.OrderedDict()
-        )
+    def __init__(self, root: pathlib.Path, max_bytes: int = 256 << 20, max_tables: int = 8192) -> None:
+        self._root = root
+        self._footers, self._tables, self._data = Cache(max_tables), Cache(max_tables), Cache(max_bytes)
 
     def read(self, path: pathlib.Path, key: str, rows: Sequence[int] | np.ndarray) -> list[bytes]:
         """The encoded images of column `key` in these rows of one file.
@@ -37,24 +68,43 @@ class ImageColumns:
         Raises:
             UserError: missing file, column, row or image; damaged file.
         """
-        footer, starts = self._footer(path)
+        footer, starts = self._footers.get(path, lambda: _read_footer(path))
+        leaf = _leaf(path, footer, key)
         images = []
-        for row in rows:
+        for row in map(int, rows):
             if not 0 <= row < starts[-1]:
                 raise UserError(f"{path} has {starts[-1]} rows; row {row} is not there. Fetch the dataset again.")
             group = int(np.searchsorted(starts, row, side="right")) - 1
-            value = self._chunk(path, key, group, footer)[int(row - starts[group])].as_py()
-            images.append(self._bytes_of(path, key, int(row), value))
+            image = self._by_page(path, footer, leaf, group, row - int(starts[group]))
+            images.append(image or self._by_chunk(path, footer, key, group, row, row - int(starts[group])))
         return images
 
     def clear(self) -> None:
         """Forgets what is kept."""
-        with self._lock:
-            self._chunks.clear()
-            self._footers.clear()
-            self._bytes = 0
+        for cache in (self._footers, self._tables, self._data):
+            cache.clear()
 
-    def _bytes_of(self, path: pathlib.Path, key: str, row: int, value: bytes | dict | None) -> bytes:
+    def _by_page(self, path: pathlib.Path, footer: pq.FileMetaData, leaf: int, group: int, at: int) -> bytes | None:
+        """The image in row `at` of a row group; None if it is null there or the layout is unusual."""
+        name = (path, leaf, group)
+        try:
+            with explained(path):
+                table: PageTable = self._tables.get(name, lambda: read_page_table(path, footer, group, leaf))
+                page = int(np.searchsorted(table.starts, at, side="right")) - 1
+                values: PageValues = self._data.get(
+                    (*name, page), lambda: read_page(path, table, page), lambda values: values.nbytes
+                )
+                return values.value(at - int(table.starts[page]))
+        except Unsupported:
+            return None
+        except (ValueError, IndexError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{path} is damaged ({error}). Fetch it again.") from error
+
+    def _by_chunk(self, path: pathlib.Path, footer: pq.FileMetaData, key: str, group: int, row: int, at: int) -> bytes:
+        chunk = self._data.get((path, key, group), lambda: _read_chunk(path, footer, key, group), lambda c: c.nbytes)
+        value: bytes | dict | None = chunk[at].as_py()
         if isinstance(value, dict):
             if value.get("bytes") is None and value.get("path"):  # the image is a file of its own
                 image = self._root / value["path"]
@@ -69,41 +119,26 @@ class ImageColumns:
             raise UserError(f"{path}: column {key!r} has no image in row {row}. Fetch the dataset again.")
         return value
 
-    def _footer(self, path: pathlib.Path) -> tuple[pq.FileMetaData, np.ndarray]:
-        """The footer, and the first row of every row group, then the number of rows."""
-        with self._lock:
-            if path in self._footers:
-                self._footers.move_to_end(path)
-                return self._footers[path]
-        with contextlib.closing(open_parquet(path)) as file:
-            footer = file.metadata
-        sizes = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
-        entry = footer, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        with self._lock:
-            self._footers[path] = entry
-            if len(self._footers) > self._max_footers:
-                self._footers.popitem(last=False)
-        return entry
 
-    def _chunk(self, path: pathlib.Path, key: str, group: int, footer: pq.FileMetaData) -> pa.Array:
-        name = (path, key, group)
-        with self._lock:
-            if name in self._chunks:
-                self._chunks.move_to_end(name)
-                return self._chunks[name]
-        chunk = self._load(path, key, group, footer)
-        with self._lock:
-            if name not in self._chunks:
-                self._chunks[name] = chunk
-                self._bytes += chunk.nbytes
-            while self._bytes > self._max_bytes and len(self._chunks) > 1:
-                _, old = self._chunks.popitem(last=False)
-                self._bytes -= old.nbytes
-        return chunk
+def _read_footer(path: pathlib.Path) -> tuple[pq.FileMetaData, np.ndarray]:
+    """The footer, and the first row of every row group, then the number of rows."""
+    with contextlib.closing(open_parquet(path)) as file:
+        footer = file.metadata
+    sizes = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+    return footer, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
-    def _load(self, path: pathlib.Path, key: str, group: int, footer: pq.FileMetaData) -> pa.Array:
-        with contextlib.closing(open_parquet(path, footer)) as file, explained(path):
-            if key not in file.schema_arrow.names:
-                raise UserError(f"{path} has no column {key!r}. Its columns are {', '.join(file.schema_arrow.names)}.")
-            column = file.read_row_group(group, columns=[key], use_threads=False).column(key)
-        return pa.concat_arrays(column.chunks)
+
+def _leaf(path: pathlib.Path, footer: pq.FileMetaData, key: str) -> int:
+    """Number of the leaf column that holds the bytes: the column itself, or the field `bytes` of a struct."""
+    names = [footer.schema.column(i).path for i in range(footer.num_columns)]
+    for name in (f"{key}.bytes", key):
+        if name in names:
+            return names.index(name)
+    columns = ", ".join(dict.fromkeys(name.removesuffix(".bytes").removesuffix(".path") for name in names))
+    raise UserError(f"{path} has no column {key!r} with images. Its columns are {columns}.")
+
+
+def _read_chunk(path: pathlib.Path, footer: pq.FileMetaData, key: str, group: int) -> pa.Array:
+    with contextlib.closing(open_parquet(path, footer)) as file, explained(path):
+        column = file.read_row_group(group, columns=[key], use_threads=False).column(key)
+    return pa.concat_arrays(column.chunks)
