@@ -11,6 +11,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from openpi_accel.accel import attention
+from openpi_accel.accel.cast import cast_weights_early
+from openpi_accel.accel.layers import ScannedLayers, UnrolledLayers
+from openpi_accel.accel.vision import encode_in_one_pass
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import Architecture, TrainConfig
@@ -25,6 +29,7 @@ from openpi_accel.data.rows import rows_of_episodes
 from openpi_accel.data.stats_command import stats_command
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer
 from openpi_accel.data.validation import DataReport, validate_before_training
+from openpi_accel.errors import UserError
 from openpi_accel.models.freeze import ModuleCount, count_parameters, trainable_predicate
 from openpi_accel.models.ops import REFERENCE_OPS, Ops
 from openpi_accel.models.pure import bind, init_params
@@ -133,15 +138,39 @@ def build_data(config: TrainConfig, acceleration: Acceleration, environment: Env
     return Data(config=config, source=source, rows=rows, report=report, norm_stats_text=path.read_text())
 
 
-def build_ops(acceleration: Acceleration, arch: Architecture) -> Ops:
-    """The model's units: upstream's, or the drop-ins that are switched on."""
-    del acceleration, arch
-    return REFERENCE_OPS
+def build_ops(config: TrainConfig, acceleration: Acceleration) -> Ops:
+    """The model's units: upstream's, or the drop-ins that are switched on.
+
+    Raises:
+        UserError: a drop-in that these devices cannot run.
+    """
+    cudnn = acceleration.flash_attn and acceleration.flash_impl == "cudnn"
+    if cudnn and (jax.default_backend() != "gpu" or config.model.dtype != "bfloat16"):
+        raise UserError(
+            f"OPENPI_FLASH_IMPL=cudnn needs an NVIDIA GPU and --model.dtype bfloat16; this run has "
+            f"{jax.default_backend()} and {config.model.dtype}. Set OPENPI_FLASH_IMPL=xla."
+        )
+    ops = REFERENCE_OPS
+    if acceleration.flash_attn:
+        ops = dataclasses.replace(
+            ops,
+            gemma_attention=attention.gemma_attention_cudnn if cudnn else attention.gemma_attention_xla,
+            siglip_attention=attention.siglip_attention_cudnn if cudnn else attention.siglip_attention_xla,
+        )
+    if acceleration.batch_cameras:
+        ops = dataclasses.replace(ops, encode_cameras=encode_in_one_pass)
+    run_layers = UnrolledLayers if acceleration.unroll_layers else ScannedLayers
+    return dataclasses.replace(
+        ops, gemma_layers=run_layers(config.remat.gemma), siglip_layers=run_layers(config.remat.siglip)
+    )
 
 
-def build_loss(arch: Architecture, ops: Ops = REFERENCE_OPS) -> LossFn:
+def build_loss(arch: Architecture, ops: Ops, acceleration: Acceleration) -> LossFn:
     """(params, batch with uint8 images, rng) -> scalar loss, with augmentation."""
-    return make_loss_fn(bind(arch, ops), augment)
+    bind_model = bind(arch, ops)
+    if acceleration.cast_early:
+        bind_model = cast_weights_early(bind_model, arch.dtype)
+    return make_loss_fn(bind_model, augment)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,7 +205,7 @@ class Training:
         return self._fresh(loaded=loaded), report
 
 
-def build_training(config: TrainConfig, ops: Ops, mesh: Mesh) -> Training:
+def build_training(config: TrainConfig, acceleration: Acceleration, mesh: Mesh) -> Training:
     """The step and the state's shapes; computes nothing on a device but keys.
 
     Raises:
@@ -191,7 +220,13 @@ def build_training(config: TrainConfig, ops: Ops, mesh: Mesh) -> Training:
     abstract = abstract_state(make_params, tx, is_trainable, config.ema_decay, mesh)
     train_rng, init_rng = jax.random.split(jax.random.key(config.seed))
     return Training(
-        step=make_train_step(build_loss(arch, ops), tx, schedule, is_trainable, config.ema_decay),
+        step=make_train_step(
+            build_loss(arch, build_ops(config, acceleration), acceleration),
+            tx,
+            schedule,
+            is_trainable,
+            config.ema_decay,
+        ),
         abstract=abstract,
         counts=count_parameters(shapes, is_trainable),
         settings={

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
-import platform
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -55,7 +55,7 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
             and everything that the new run needs was found.
     """
     main_process = jax.process_index() == 0
-    say = print if main_process else _silent
+    say: Callable[..., None] = print if main_process else _silent
     folder = run_folder_of(config)
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
@@ -64,8 +64,7 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     data = build.build_data(config, acceleration, environment)
     config = data.config
     _describe_data(data, say)
-    ops = build.build_ops(acceleration, config.model.architecture)
-    training = build.build_training(config, ops, mesh)
+    training = build.build_training(config, acceleration, mesh)
     say(format_counts(training.counts))
 
     resume_from = prepare_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
@@ -139,12 +138,11 @@ def _run(
             metrics.close()
 
 
-def _describe_data(data: build.Data, say: object) -> None:
-    assert callable(say)
+def _describe_data(data: build.Data, say: Callable[..., None]) -> None:
     dataset, config, report = data.source.dataset, data.config, data.report
     say(
-        f"dataset: {dataset.root} (LeRobot {dataset.version}, {dataset.num_episodes} episodes, {report.num_frames} frames "
-        f"in use, {dataset.fps:g} fps)"
+        f"dataset: {dataset.root} (LeRobot {dataset.version}, {dataset.num_episodes} episodes, "
+        f"{report.num_frames} frames in use, {dataset.fps:g} fps)"
     )
     for note in data.source.mapping.notes:
         say(f"  {note}")
@@ -157,9 +155,7 @@ def _describe_data(data: build.Data, say: object) -> None:
     )
     for warning in report.warnings:
         say(f"warning: {warning}")
-    say(
-        f"devices: {jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} process(es), {platform.node()}"
-    )
+    say(f"devices: {jax.device_count()} x {jax.devices()[0].device_kind}, processes: {jax.process_count()}")
 
 
 def _describe_weights(report: WeightsReport | None, config: TrainConfig) -> str:

@@ -24,7 +24,8 @@ def parse_train_config(argv: Sequence[str], *, prog: str, description: str) -> T
     """
     if not argv or argv[0] in ("-h", "--help"):
         names = "\n".join(f"  {name}" for name in PRESETS)
-        text = f"usage: {prog} <config> [--options]\n\n{description}\n\nconfigs:\n{names}\n\nOptions: {prog} <config> --help"
+        usage = f"usage: {prog} <config> [--options]"
+        text = f"{usage}\n\n{description}\n\nconfigs:\n{names}\n\nOptions: {prog} <config> --help"
         if argv:
             print(text)
             raise SystemExit(0)

@@ -76,6 +76,8 @@ GEMMA_VARIANTS |= {
 SIGLIP_VARIANTS = {
     "so400m": SiglipConfig(width=1152, depth=27, mlp_dim=4304, num_heads=16),
     "tiny": SiglipConfig(width=48, depth=2, mlp_dim=96, num_heads=3),
+    # Large patches: 64 tokens per image instead of 256, so that the demo learns in minutes on a CPU.
+    "demo": SiglipConfig(width=64, depth=2, mlp_dim=128, num_heads=4, patch_size=28),
 }
 GemmaVariant = Literal[
     "gemma_2b", "gemma_300m", "tiny", "tiny_expert",
@@ -91,7 +93,7 @@ class ModelConfig:
     """True: pi0.5 (time enters by adaRMS). False: pi0 (a state token, time mixed into the action tokens)."""
     paligemma_variant: GemmaVariant = "gemma_2b"
     action_expert_variant: GemmaVariant = "gemma_300m"
-    vision_variant: Literal["so400m", "tiny"] = "so400m"
+    vision_variant: Literal["so400m", "tiny", "demo"] = "so400m"
     vocab_size: int = 257152
     """Rows of the token embedding table."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -111,11 +113,15 @@ class ModelConfig:
             getattr(experts[0], f) != getattr(experts[1], f) for f in ("depth", "num_heads", "num_kv_heads", "head_dim")
         ):
             raise UserError(
-                f"The two experts share attention, so {self.paligemma_variant} and {self.action_expert_variant} must agree "
-                "in depth, heads and head size. Take a matching pair, for example gemma_2b with gemma_300m."
+                f"The two experts share attention, so {self.paligemma_variant} and {self.action_expert_variant} must "
+                "agree in depth, heads and head size. Take a matching pair, for example gemma_2b with gemma_300m."
             )
         if isinstance(self.max_token_len, int) and self.max_token_len < 1:
             raise UserError(f"--model.max-token-len is {self.max_token_len}; it must be at least 1, or auto.")
+        if self.discrete_state_input and not self.pi05:
+            raise UserError(
+                "pi0 takes the state as a token of its own, not in the prompt: add --model.no-discrete-state-input."
+            )
         if self.action_horizon < 1:
             raise UserError(f"--model.action-horizon is {self.action_horizon}; it must be at least 1.")
 
@@ -210,6 +216,18 @@ class WeightLoaderConfig:
     """Folder of an Orbax `params` checkpoint, for example …/pi05_base/params; None starts from fresh weights."""
 
 
+RematPolicy = Literal["full", "dots", "none"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RematConfig:
+    """What the backward pass recomputes, per tower. full: each layer from its input (upstream, least memory). dots: all
+    but the products with weights and the attention output. none: nothing (most memory)."""
+
+    gemma: RematPolicy = "full"
+    siglip: RematPolicy = "full"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run."""
@@ -223,6 +241,7 @@ class TrainConfig:
     weight_loader: WeightLoaderConfig = dataclasses.field(default_factory=WeightLoaderConfig)
     lr_schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    remat: RematConfig = dataclasses.field(default_factory=RematConfig)
     ema_decay: float | None = 0.99
     """Decay of the averaged parameters; None turns the average off."""
     freeze: str = "auto"
@@ -263,8 +282,8 @@ class TrainConfig:
             raise UserError(f"--ema-decay is {self.ema_decay}; it must be at least 0 and below 1, or None.")
         if self.lr_schedule.decay_steps <= self.lr_schedule.warmup_steps:
             raise UserError(
-                f"--lr-schedule.decay-steps ({self.lr_schedule.decay_steps}) counts the warm-up too, so it must be larger "
-                f"than --lr-schedule.warmup-steps ({self.lr_schedule.warmup_steps})."
+                f"--lr-schedule.decay-steps ({self.lr_schedule.decay_steps}) counts the warm-up too, so it must be "
+                f"larger than --lr-schedule.warmup-steps ({self.lr_schedule.warmup_steps})."
             )
 
     @property

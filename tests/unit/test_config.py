@@ -76,7 +76,7 @@ def test_a_config_survives_its_file(name):
 
 def test_switches_are_strict_and_off_by_default():
     assert Acceleration.from_env({}) == Acceleration()
-    assert not any(dataclasses.astuple(Acceleration()))
+    assert not any(dataclasses.astuple(dataclasses.replace(Acceleration(), flash_impl="")))
     assert Acceleration.from_env({"OPENPI_SKIP_VIDEO_DECODE": "true"}).skip_video_decode
     base = Acceleration(skip_video_decode=True)
     assert not Acceleration.from_env({"OPENPI_SKIP_VIDEO_DECODE": "0"}, base).skip_video_decode
@@ -89,6 +89,9 @@ def test_switches_are_strict_and_off_by_default():
         Acceleration.from_env({"OPENPI_SKIP_IMAGES": "right_wrist_rgb"})
     with pytest.raises(UserError, match="every camera"):
         Acceleration.from_env({"OPENPI_SKIP_IMAGES": "base_0_rgb,left_wrist_0_rgb,right_wrist_0_rgb"})
+    assert Acceleration.from_env({"OPENPI_FLASH_ATTN": "1", "OPENPI_FLASH_IMPL": "cudnn"}).flash_impl == "cudnn"
+    with pytest.raises(UserError, match="xla or cudnn"):
+        Acceleration.from_env({"OPENPI_FLASH_IMPL": "triton"})
     assert Acceleration.from_env({"OPENPI_DATA_HOME": "/x", "OPENPI_PYTHON": "python3"}) == Acceleration()
 
 

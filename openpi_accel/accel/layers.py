@@ -1,0 +1,77 @@
+"""Ways to run a stack of equal layers: what the backward pass keeps, and whether the loop is unrolled."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from openpi_accel.accel.attention import ENCODED
+from openpi_accel.config.schema import RematPolicy
+from openpi_accel.models.stack import LayerBody
+
+# What the backward pass keeps of a layer. full: its input alone. dots: also the results of products with weights and
+# the attention output; normalisations, activations and probabilities are recomputed. none is not here: no checkpoint.
+_POLICIES: dict[RematPolicy, Callable[..., Any]] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(ENCODED),
+    ),
+}
+
+
+def _rematerialised(body: LayerBody, policy: RematPolicy, *, prevent_cse: bool) -> LayerBody:
+    return body if policy == "none" else jax.checkpoint(body, policy=_POLICIES[policy], prevent_cse=prevent_cse)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScannedLayers:
+    """One `lax.scan`.
+
+    Attributes:
+        policy: what the backward pass keeps.
+    """
+
+    policy: RematPolicy
+
+    def __call__(self, body: LayerBody, carry: Any, layers: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(_rematerialised(body, self.policy, prevent_cse=False), carry, layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnrolledLayers:
+    """A plain loop over the layers: no copies of stacked residuals, and whatever of a layer feeds nothing is dropped
+    (of the last one, the first expert's queries, attention output and MLP).
+
+    Attributes:
+        policy: what the backward pass keeps.
+    """
+
+    policy: RematPolicy
+
+    def __call__(self, body: LayerBody, carry: Any, layers: Any) -> tuple[Any, Any]:
+        body, outs = _rematerialised(body, self.policy, prevent_cse=True), []
+        for layer in unstack(layers):
+            carry, out = body(carry, layer)
+            outs.append(out)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+@jax.custom_vjp
+def unstack(layers: Any) -> list[Any]:
+    """A pytree stacked on axis 0 -> one pytree per layer. The gradient is one stack, not a chain of padded sums."""
+    depth = jax.tree.leaves(layers)[0].shape[0]
+    return [jax.tree.map(lambda leaf: leaf[i], layers) for i in range(depth)]  # noqa: B023
+
+
+def _unstack_fwd(layers: Any) -> tuple[list[Any], None]:
+    return unstack(layers), None
+
+
+def _unstack_bwd(_: None, grads: list[Any]) -> tuple[Any]:
+    return (jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads),)
+
+
+unstack.defvjp(_unstack_fwd, _unstack_bwd)
