@@ -9,7 +9,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from openpi_accel import build
+from openpi_accel.build.data import Data, build_data
+from openpi_accel.build.training import Training, build_training
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
@@ -61,10 +62,10 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
     if config.weight_loader.params_path is not None and not config.resume:
         find_params_folder(config.weight_loader.params_path)
-    data = build.build_data(config, acceleration, environment)
+    data = build_data(config, acceleration, environment)
     config = data.config
     _describe_data(data, say)
-    training = build.build_training(config, acceleration, mesh)
+    training = build_training(config, acceleration, mesh)
     say(format_counts(training.counts))
 
     resume_from = prepare_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
@@ -91,8 +92,8 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
 
 def _run(
     config: TrainConfig,
-    data: build.Data,
-    training: build.Training,
+    data: Data,
+    training: Training,
     mesh: jax.sharding.Mesh,
     store: CheckpointStore,
     state: TrainState,
@@ -138,7 +139,7 @@ def _run(
             metrics.close()
 
 
-def _describe_data(data: build.Data, say: Callable[..., None]) -> None:
+def _describe_data(data: Data, say: Callable[..., None]) -> None:
     dataset, config, report = data.source.dataset, data.config, data.report
     say(
         f"dataset: {dataset.root} (LeRobot {dataset.version}, {dataset.num_episodes} episodes, "

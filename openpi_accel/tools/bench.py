@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_accel import build, tree
+from openpi_accel import tree
+from openpi_accel.build.training import build_training
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import AUTO, CAMERA_SLOTS, IMAGE_SIZE, TrainConfig
 from openpi_accel.errors import UserError
@@ -112,7 +113,7 @@ def measure(
         raise UserError("the benchmark has no data to take the prompt length from: give --model.max-token-len 28.")
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
-    training = build.build_training(config, acceleration, mesh)
+    training = build_training(config, acceleration, mesh)
     host_batch = random_batch(config, acceleration.skip_images)
     batch = jax.device_put(host_batch, batch_sharding(mesh))
     state, _ = training.fresh_state()

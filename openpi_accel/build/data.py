@@ -1,0 +1,120 @@
+"""TrainConfig -> the opened, checked data of a run."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import numpy as np
+
+from openpi_accel.config.environment import Environment
+from openpi_accel.config.flags import Acceleration
+from openpi_accel.config.schema import TrainConfig
+from openpi_accel.data.lerobot.dataset import open_dataset
+from openpi_accel.data.lerobot.locate import find_dataset
+from openpi_accel.data.loader import Loader
+from openpi_accel.data.mapping import resolve_mapping
+from openpi_accel.data.norm_stats import load_norm_stats, norm_stats_path
+from openpi_accel.data.pipeline import BatchSource, settle_max_token_len
+from openpi_accel.data.rows import rows_of_episodes
+from openpi_accel.data.stats_command import stats_command
+from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer
+from openpi_accel.data.validation import DataReport, validate_before_training
+from openpi_accel.types import Batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """The data of a run, checked.
+
+    Attributes:
+        config: the run's config with everything that the data decides filled in.
+        source: makes batches of dataset rows.
+        rows: the rows that training draws from.
+        report: what the check before training found.
+        norm_stats_text: the statistics file, to be stored with the checkpoints.
+    """
+
+    config: TrainConfig
+    source: BatchSource
+    rows: np.ndarray
+    report: DataReport
+    norm_stats_text: str
+
+    def loader(self, *, start_sample: int = 0) -> Loader[Batch]:
+        """This process's share of the batches, from a position on."""
+        return Loader(
+            lambda ids: self.source.load_batch(self.rows[ids]),
+            num_rows=len(self.rows),
+            batch_size=self.config.batch_size,
+            seed=self.config.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            num_workers=self.config.num_workers,
+            prefetch_batches=self.config.data.prefetch_batches,
+            start_sample=start_sample,
+        )
+
+
+def build_source(
+    config: TrainConfig,
+    acceleration: Acceleration,
+    environment: Environment,
+    *,
+    norm_stats_file: pathlib.Path | None = None,
+) -> tuple[TrainConfig, BatchSource]:
+    """Opens the dataset and what belongs to it, and settles what the data decides (mapping, prompt length).
+
+    Args:
+        config: the run's config.
+        acceleration: which cameras are left out and decoded.
+        environment: where files are looked for.
+        norm_stats_file: None is the assets folder's.
+
+    Raises:
+        UserError: something is missing or does not fit; says what to do.
+    """
+    dataset = open_dataset(find_dataset(config.data.repo_id, config.data.path, environment))
+    mapping = resolve_mapping(config.data, dataset)
+    tokenizer = functools.partial(
+        PromptTokenizer,
+        find_tokenizer(config.data.tokenizer_path, environment),
+        vocab_size=config.model.vocab_size,
+        allow_truncation=config.data.allow_truncation,
+    )
+    command = stats_command(config, str(dataset.root))
+    stats = load_norm_stats(
+        norm_stats_file or norm_stats_path(config.assets_base_dir, config.name, config.asset_id), command=command
+    )
+    max_token_len = settle_max_token_len(dataset, mapping, tokenizer(max_token_len=None), config.model, config.data)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, max_token_len=max_token_len),
+        data=dataclasses.replace(
+            config.data, cameras=mapping.cameras, state_key=mapping.state_key, action_key=mapping.action_key
+        ),
+    )
+    source = BatchSource(
+        dataset=dataset,
+        mapping=mapping,
+        norm_stats=stats,
+        tokenizer=tokenizer(max_token_len=max_token_len),
+        model=config.model,
+        data=config.data,
+        skip_images=acceleration.skip_images,
+        only_consumed=acceleration.skip_video_decode,
+    )
+    return config, source
+
+
+def build_data(config: TrainConfig, acceleration: Acceleration, environment: Environment) -> Data:
+    """The data of a training run, with every number and every prompt checked.
+
+    Raises:
+        UserError: as `build_source` and `validate_before_training`.
+    """
+    config, source = build_source(config, acceleration, environment)
+    rows = rows_of_episodes(source.dataset, config.data.episodes)
+    report = validate_before_training(source, rows, command=stats_command(config, str(source.dataset.root)))
+    path = norm_stats_path(config.assets_base_dir, config.name, config.asset_id)
+    return Data(config=config, source=source, rows=rows, report=report, norm_stats_text=path.read_text())
