@@ -49,16 +49,26 @@ class BenchResult:
     settings: Mapping[str, Any]
 
 
+def prompt_length(config: TrainConfig) -> int:
+    """The config's prompt length.
+
+    Raises:
+        UserError: it is auto, and there is no data to take it from.
+    """
+    if not isinstance(config.model.max_token_len, int):
+        raise UserError("there is no data to take the prompt length from: give --model.max-token-len 28, for example.")
+    return config.model.max_token_len
+
+
 def random_batch(config: TrainConfig, skip_images: tuple[str, ...], seed: int = 0) -> Batch:
     """A batch of the config's shapes: random pixels, prompts of random length, normal actions. Numpy arrays."""
     rng = np.random.default_rng(seed)
-    model, size = config.model, config.batch_size
-    assert model.max_token_len != AUTO
+    model, size, length = config.model, config.batch_size, prompt_length(config)
     fed = config.data.cameras.as_dict() or dict.fromkeys(CAMERA_SLOTS[:2], "")
     slots = [s for s in CAMERA_SLOTS if (s in fed if skip_images == (AUTO,) else s not in skip_images)]
     shape = (size, IMAGE_SIZE, IMAGE_SIZE, 3)
-    lengths = rng.integers(max(1, model.max_token_len // 2), model.max_token_len + 1, size)
-    mask = np.arange(model.max_token_len)[None] < lengths[:, None]
+    lengths = rng.integers(max(1, length // 2), length + 1, size)
+    mask = np.arange(length)[None] < lengths[:, None]
     observation = Observation(
         images={s: rng.integers(0, 256, shape, np.uint8) if s in fed else np.zeros(shape, np.uint8) for s in slots},  # type: ignore[misc]
         image_masks={s: np.full(size, s in fed) for s in slots},  # type: ignore[misc]
@@ -109,8 +119,6 @@ def measure(
     Raises:
         UserError: the prompt length is auto, or the batch does not divide over the devices.
     """
-    if config.model.max_token_len == AUTO:
-        raise UserError("the benchmark has no data to take the prompt length from: give --model.max-token-len 28.")
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
     training = build_training(config, acceleration, mesh)
@@ -174,6 +182,5 @@ def _mfu(config: TrainConfig, num_cameras: int, step_s: float) -> float | None:
     rate = next((flops for name, flops in DATASHEET_FLOPS.items() if name in kind), None)
     if rate is None:
         return None
-    assert config.model.max_token_len != AUTO
-    flops = sample_flops(config.model.architecture, num_cameras, config.model.max_token_len).total
+    flops = sample_flops(config.model.architecture, num_cameras, prompt_length(config)).total
     return flops * config.batch_size / step_s / (rate * jax.device_count())

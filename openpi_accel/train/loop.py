@@ -36,7 +36,7 @@ class RunResult:
     exit_code: int
 
 
-def compile_step(step: Step, mesh: Mesh, state_shardings: TrainState) -> Callable[..., Any]:
+def compile_step(step: Step, mesh: Mesh, state_shardings: TrainState) -> jax.stages.Wrapped:
     """Jits the step: the state sharded as given and donated, the batch split over all devices, metrics everywhere."""
     everywhere = replicated(mesh)
     return jax.jit(
