@@ -262,6 +262,7 @@ def _explained(path: pathlib.Path, frame: int | None = None) -> Iterator[None]:
     except FileNotFoundError as error:
         raise UserError(f"{path}: this video file is missing. Fetch the dataset again, or restore the file.") from error
     except (av.error.FFmpegError, OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error  # its text would name the file once more
         raise UserError(
-            f"{where}: the video cannot be read ({error}). It is damaged or cut short; fetch it again."
+            f"{where}: the video cannot be read ({reason}). It is damaged or cut short; fetch it again."
         ) from error

@@ -261,14 +261,30 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         for camera, value in row["crc32"].items():
             line(f"  crc32 {camera} {value}")
     if "problems" in report:
-        for problem in report["problems"][:_MAX_SHOWN]:
-            where = f"episode {problem['episode']}, frame {problem['frame']}, " if problem["row"] is not None else ""
-            line(f"bad: {where}{problem['source']}: {problem['problem']}")
-        if len(report["problems"]) > _MAX_SHOWN:
-            line(f"and {len(report['problems']) - _MAX_SHOWN} more; --json lists all")
+        runs = _runs(report["problems"])
+        for first, last in runs[:_MAX_SHOWN]:
+            frames = f"frame {first['frame']}" if first is last else f"frames {first['frame']} to {last['frame']}"
+            where = f"episode {first['episode']}, {frames}, " if first["row"] is not None else ""
+            line(f"bad: {where}{first['source']}: {first['problem']}")
+        if len(runs) > _MAX_SHOWN:
+            line(f"and {len(runs) - _MAX_SHOWN} more; --json lists all")
         line(
             f"checked {report['frames']} frames of {len(report['cameras'])} cameras: {len(report['problems'])} problems"
         )
+
+
+def _runs(problems: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(first, last) of frames in a row with the same fault."""
+    runs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for problem in problems:
+        if runs and problem["row"] is not None:
+            last = runs[-1][1]
+            same = all(problem[name] == last[name] for name in ("episode", "source", "problem"))
+            if same and problem["row"] == last["row"] + 1:
+                runs[-1] = runs[-1][0], problem
+                continue
+        runs.append((problem, problem))
+    return runs
 
 
 def _numbers(values: Any) -> str:

@@ -130,6 +130,8 @@ def test_bad_video(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -
     assert code == 1
     assert [(p["episode"], p["frame"]) for p in report["problems"]] == [(1, 0), (1, 1), (1, 2)]
     assert all("has 2 frames, but episode 1 with 3" in p["problem"] for p in report["problems"])
+    assert main([str(root), "--check"], {}) == 1
+    assert f"bad: episode 1, frames 0 to 2, {CAMERA}:" in capsys.readouterr().out
     videos[0].unlink()
     code, report = inspect(capsys, root)
     assert code == 1 and "missing" in report["cameras"][CAMERA]["problem"]

@@ -4,6 +4,7 @@ import fractions
 import io
 import json
 import pathlib
+import pickle
 import shutil
 import threading
 
@@ -205,6 +206,14 @@ def test_threads_read_one_dataset(tmp_path: pathlib.Path) -> None:
     for dataset in datasets:
         dataset.close()
         assert number_of(dataset.frames(CAMERA, np.array([9]))[0]) == 9
+
+
+def test_travels_to_another_process(tmp_path: pathlib.Path) -> None:
+    dataset = open_dataset(write_dataset(tmp_path / "d", kind="video"))
+    assert number_of(dataset.frames(CAMERA, np.array([3]))[0]) == 3
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.fingerprint() == dataset.fingerprint()
+    assert number_of(copy.frames(CAMERA, np.array([6]))[0]) == 6
 
 
 def test_fingerprint_follows_the_content(tmp_path: pathlib.Path) -> None:

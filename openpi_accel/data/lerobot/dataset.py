@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 import threading
+from collections.abc import Callable
 
 import numpy as np
 
@@ -73,6 +74,9 @@ class LeRobotDataset:
         self._frames = FrameReader(root, index)
         self._lock = threading.Lock()
         self._columns: dict[str, np.ndarray] = {}
+
+    def __reduce__(self) -> tuple[Callable[[pathlib.Path], "LeRobotDataset"], tuple[pathlib.Path]]:
+        return open_dataset, (self.root,)  # another process opens its own files
 
     def close(self) -> None:
         """Closes open files and forgets what is cached; the dataset stays usable."""
