@@ -8,6 +8,7 @@
 
 import dataclasses
 import json
+import logging
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -82,6 +83,8 @@ class CheckpointStore:
         assets: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        # Orbax logs the traceback of every error that it raises again, several times; the user gets one message.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._folder = folder.resolve()
         self._assets = dict(assets or {})
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as they will be read back

@@ -9,11 +9,13 @@ import json
 import os
 import pathlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from tensorboardX import SummaryWriter
+
+from openpi_accel.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -57,8 +59,11 @@ class MetricsWriter:
         """Adds one row; `step` is its key, values are numbers or text."""
         if not self._enabled:
             return
-        self._file.write(json.dumps(dict(row)) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(dict(row)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self._path} could not be written: {error}. Free space (df -h), then resume.") from error
         numbers = {key: value for key, value in row.items() if isinstance(value, float)}
         for key, value in numbers.items():
             self._tensorboard.add_scalar(key, value, row["step"])
@@ -84,7 +89,7 @@ class MetricsWriter:
         from PIL import Image
 
         grid = np.concatenate([np.concatenate(list(batch[:max_samples]), axis=1) for batch in images.values()], axis=0)
-        _replace(self.folder / name, lambda path: Image.fromarray(grid).save(path, format="PNG"))
+        self._save_picture(name, lambda path: Image.fromarray(grid).save(path, format="PNG"))
 
     def save_loss_curve(self, name: str = "loss_curve.png") -> None:
         """Draws loss and gradient norm over the steps of metrics.jsonl."""
@@ -103,7 +108,13 @@ class MetricsWriter:
             axis.plot(steps, [row[key] for row in rows], marker="." if len(rows) < 50 else "")
             axis.set(xlabel="step", ylabel=key, yscale="log")
             axis.grid(alpha=0.3, which="both")
-        _replace(self.folder / name, lambda path: figure.savefig(path, format="png", dpi=120))
+        self._save_picture(name, lambda path: figure.savefig(path, format="png", dpi=120))
+
+    def _save_picture(self, name: str, write: Callable[[pathlib.Path], object]) -> None:
+        try:
+            _replace(self.folder / name, write)
+        except OSError as error:
+            warnings.warn(f"{self.folder / name} could not be written: {error}", stacklevel=3)
 
     def close(self) -> None:
         """Flushes everything."""
@@ -141,11 +152,15 @@ def _keep_rows_before(path: pathlib.Path, step: int) -> None:
     _replace(path, lambda aside: aside.write_text("".join(json.dumps(row) + "\n" for row in kept)))
 
 
-def _replace(path: pathlib.Path, write: Any) -> None:
+def _replace(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
     """Writes aside, then puts in place, so that a good file is never half-overwritten."""
     aside = path.with_name(f".{path.name}.tmp")
-    write(aside)
-    os.replace(aside, path)
+    try:
+        write(aside)
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def _start_wandb(folder: pathlib.Path, settings: WandbSettings, *, resuming: bool) -> Any:
