@@ -7,7 +7,7 @@ import optax
 from jax.sharding import Mesh
 
 from openpi_accel import tree
-from openpi_accel.parallel.sharding import state_shardings
+from openpi_accel.parallel.sharding import MIN_NUM_ELEMENTS, state_shardings
 from openpi_accel.train.step import IsTrainable, init_state
 from openpi_accel.types import Params, TrainState
 
@@ -20,15 +20,19 @@ def abstract_state(
     is_trainable: IsTrainable,
     ema_decay: float | None,
     mesh: Mesh,
+    min_num_elements: int = MIN_NUM_ELEMENTS,
 ) -> TrainState:
-    """The state's shapes, dtypes and shardings (jax.ShapeDtypeStruct leaves); computes nothing."""
+    """The state's shapes, dtypes and shardings (jax.ShapeDtypeStruct leaves); computes nothing.
+
+    Leaves of fewer than `min_num_elements` are replicated.
+    """
     shapes = jax.eval_shape(
         lambda rng: init_state(init_params(rng), tx, is_trainable, ema_decay), jax.eval_shape(jax.random.key, 0)
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        state_shardings(shapes, mesh),
+        state_shardings(shapes, mesh, min_num_elements=min_num_elements),
     )
 
 

@@ -18,8 +18,10 @@ import pytest
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.mesh import make_mesh
 from openpi_accel.train import start
+from openpi_accel.train.loop import compile_step
 from openpi_accel.train.metrics import hash_sample_ids, read_rows
 from openpi_accel.train.run_folder import committed_steps
+from openpi_accel.train.step import make_train_step
 from openpi_accel.train.watch import NonFiniteError
 from tests.unit import toy
 
@@ -180,14 +182,14 @@ def test_a_save_that_does_not_fit_leaves_the_older_checkpoint(
     assert committed_steps(tmp_path) == [5]
 
 
-def test_parameters_are_born_on_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openpi_accel.parallel.sharding.MIN_NUM_ELEMENTS", 1)
+def test_parameters_are_born_on_their_shards() -> None:
     assert jax.device_count() == 8
     mesh = make_mesh(8)
-    abstract = start.abstract_state(toy.init_params, toy.TX, toy.everything, 0.9, mesh)
+    abstract = start.abstract_state(toy.init_params, toy.TX, toy.everything, 0.9, mesh, min_num_elements=1)
     state = start.fresh_state(toy.init_params, jax.random.key(0), abstract, toy.TX, toy.everything, 0.9)
     for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
         assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim)
+    assert state.opt_state[1][0].nu["hidden"]["kernel"].addressable_shards[3].data.shape == (16, 8)
     one = make_mesh(1, jax.devices()[:1])
     on_one = start.abstract_state(toy.init_params, toy.TX, toy.everything, 0.9, one)
     alone = start.fresh_state(toy.init_params, jax.random.key(0), on_one, toy.TX, toy.everything, 0.9)
@@ -205,3 +207,18 @@ def test_loaded_leaves_replace_fresh_ones() -> None:
         np.testing.assert_array_equal(
             params["hidden"]["kernel"], jax.jit(toy.init_params)(jax.random.key(0))["hidden"]["kernel"]
         )
+
+
+def test_the_state_is_donated_whole() -> None:
+    mesh = make_mesh(1, jax.devices()[:1])
+    abstract = start.abstract_state(toy.init_params, toy.TX, toy.everything, 0.9, mesh)
+    step = make_train_step(toy.loss_fn, toy.TX, toy.SCHEDULE, toy.everything, 0.9)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(toy.batches()).batch)
+    key = jax.eval_shape(jax.random.key, 0)
+    jitted = compile_step(step, mesh, start.shardings_of(abstract))
+    memory = jitted.lower(abstract, batch, key).compile().memory_analysis()
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    assert memory.alias_size_in_bytes >= state_bytes  # every leaf is updated in its own place
+    state = start.fresh_state(toy.init_params, jax.random.key(0), abstract, toy.TX, toy.everything, 0.9)
+    buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+    assert len(set(buffers)) == len(buffers)  # the average begins as a copy, not as the same memory

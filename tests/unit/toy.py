@@ -31,7 +31,9 @@ class Loaded:
 
 
 def batches(next_sample: int = 0, bad_sample: int | None = None) -> Iterator[Loaded]:
-    """Sample i is drawn from seed i; the target of `bad_sample` is NaN."""
+    """This process's share of each batch. Sample i is drawn from seed i; the target of `bad_sample` is NaN."""
+    size = BATCH // jax.process_count()
+    share = slice(jax.process_index() * size, (jax.process_index() + 1) * size)
     while True:
         ids = np.arange(next_sample, next_sample + BATCH)
         x = np.stack([np.random.default_rng(i).standard_normal(WIDTH).astype(np.float32) for i in ids])
@@ -39,7 +41,7 @@ def batches(next_sample: int = 0, bad_sample: int | None = None) -> Iterator[Loa
         if bad_sample in ids:
             y[list(ids).index(bad_sample)] = np.nan
         next_sample += BATCH
-        yield Loaded({"x": x, "y": y}, ids, next_sample)
+        yield Loaded({"x": x[share], "y": y[share]}, ids, next_sample)
 
 
 def init_params(rng: jax.Array) -> Params:
@@ -81,14 +83,14 @@ def train(
     store = CheckpointStore(
         folder, keep_period=keep_period, assets={"toy/norm_stats.json": "{}"}, settings={"ema_decay": ema_decay}
     )
-    abstract = start.abstract_state(init_params, TX, is_trainable, ema_decay, mesh)
+    abstract = start.abstract_state(init_params, TX, is_trainable, ema_decay, mesh, min_num_elements=1)
     if resume_from is None:
         state, position = start.fresh_state(init_params, jax.random.key(0), abstract, TX, is_trainable, ema_decay), None
     else:
         state, position = store.restore(resume_from, abstract)
     step = make_train_step(loss_fn, TX, SCHEDULE, is_trainable, ema_decay)
     compiled = loop.compile_step(step, mesh, start.shardings_of(abstract))
-    metrics = MetricsWriter(folder, resume_step=int(state.step))
+    metrics = MetricsWriter(folder, resume_step=int(state.step), enabled=jax.process_index() == 0)
     next_sample = position.next_sample if position and position.next_sample is not None else 0
     try:
         result = loop.run(

@@ -1,0 +1,99 @@
+"""Any number of devices and processes gives the same run, and a checkpoint moves between them."""
+
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from openpi_accel.parallel.mesh import make_mesh
+from openpi_accel.train.metrics import read_rows
+from tests.conftest import REPO
+from tests.unit import toy
+
+
+def run_worker(
+    *args: object, env: dict[str, str] | None = None, python: str = sys.executable
+) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [python, "-m", "tests.distributed.worker", *map(str, args)],
+        cwd=REPO,
+        env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(*processes: "subprocess.Popen[str]") -> None:
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+
+
+def dumped(path: pathlib.Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return dict(file)
+
+
+def losses(folder: pathlib.Path) -> list[tuple[int, float, float, str]]:
+    rows = read_rows(folder / "metrics.jsonl")
+    return [(row["step"], row["loss"], row["grad_norm"], row["sample_ids_hash"]) for row in rows]
+
+
+def assert_close(got: list[tuple[int, float, float, str]], expected: list[tuple[int, float, float, str]]) -> None:
+    assert [(step, ids) for step, *_, ids in got] == [(step, ids) for step, *_, ids in expected]
+    np.testing.assert_allclose([row[1:3] for row in got], [row[1:3] for row in expected], rtol=2e-5)
+
+
+@pytest.mark.parametrize("fsdp", [1, 4, 8])
+def test_eight_devices_train_as_one(tmp_path: pathlib.Path, fsdp: int) -> None:
+    assert jax.device_count() == 8
+    toy.train(tmp_path / "one", 6)
+    result, step = toy.train(tmp_path / "eight", 6, mesh=make_mesh(fsdp))
+    assert step._cache_size() == 1
+    kernel = result.state.params["hidden"]["kernel"]
+    shards = {shard.data.shape for shard in kernel.addressable_shards}
+    assert shards == {(16, 64 // fsdp)} and len(kernel.addressable_shards) == 8
+    assert result.state.opt_state[1][0].mu["hidden"]["kernel"].sharding == kernel.sharding
+    assert_close(losses(tmp_path / "eight"), losses(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_checkpoint_of_eight_devices_goes_on_with_fewer(tmp_path: pathlib.Path, devices: int) -> None:
+    assert jax.device_count() == 8
+    toy.train(tmp_path / "straight", 6, mesh=make_mesh(8))
+    eight, _ = toy.train(tmp_path / "moved", 4, mesh=make_mesh(8))
+    options = ("--devices", devices, "--expect-devices", devices, "--fsdp", devices, "--resume", "--dump")
+    finish(run_worker(tmp_path / "moved", 4, *options, tmp_path / "dump.npz"))  # nothing to do: the restored state
+    restored = dumped(tmp_path / "dump.npz")
+    for name, leaf in zip(restored, toy.leaves(eight.state), strict=True):
+        np.testing.assert_array_equal(restored[name], leaf, err_msg=name)
+    finish(run_worker(tmp_path / "moved", 6, *options[:-1]))
+    assert_close(losses(tmp_path / "moved"), losses(tmp_path / "straight"))
+
+
+def test_two_processes_train_save_and_resume_as_one(tmp_path: pathlib.Path) -> None:
+    toy.train(tmp_path / "one", 6)
+    for num_steps, extra in ((3, ()), (6, ("--resume",))):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        cluster = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        options = ("--devices", 2, "--expect-devices", 4, "--fsdp", 2, *extra)
+        finish(
+            *(
+                run_worker(
+                    *(tmp_path / "two", num_steps, *options, "--dump", tmp_path / f"dump{rank}.npz"),
+                    env=cluster | {"RANK": str(rank)},
+                )
+                for rank in range(2)
+            )
+        )
+    assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"))
+    first, second = (dumped(tmp_path / f"dump{rank}.npz") for rank in range(2))
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
