@@ -1,7 +1,8 @@
 """Trains the demo's small SentencePiece model, assets/demo/tokenizer.model.
 
-It is laid out like PaliGemma's where the trainer looks: pad 0, end 1, begin 2, unknown 3, "\\n" a piece of its own, digits
-split, bytes for what it has never seen, text left as it is. The sentences are made here; equal runs give equal bytes.
+It is laid out like PaliGemma's where the trainer looks: pad 0, end 1, begin 2, unknown 3, "\\n" a piece of its own,
+digits split, bytes for what it has never seen, text left as it is. The sentences are made here; equal runs give equal
+bytes.
 
     python scripts/train_demo_tokenizer.py [OUT]
 """

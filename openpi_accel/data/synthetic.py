@@ -5,12 +5,14 @@ meta/stats.json). Equal settings give equal bytes.
 """
 
 import dataclasses
+import functools
 import io
 import json
 import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,12 +27,13 @@ CAMERAS = ("observation.images.base", "observation.images.wrist")
 _INTEGER_COLUMNS = ("frame_index", "episode_index", "index", "task_index")
 _EPISODES_PER_FILE = 50
 _DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-_STATISTICS = {
+_Of = Callable[[np.ndarray], np.ndarray]
+_STATISTICS: dict[str, _Of] = {
     "min": lambda x: x.min(0),
     "max": lambda x: x.max(0),
     "mean": lambda x: x.mean(0),
     "std": lambda x: x.std(0),
-    **{f"q{percent:02d}": lambda x, q=percent / 100: np.quantile(x, q, axis=0) for percent in (1, 10, 50, 90, 99)},
+    **{f"q{percent:02d}": functools.partial(np.quantile, q=percent / 100, axis=0) for percent in (1, 10, 50, 90, 99)},
 }
 
 
@@ -39,10 +42,11 @@ class SyntheticConfig:
     """Size and seed of the dataset."""
 
     num_episodes: int = 96
-    num_frames: int = 20
-    """Frames of the shortest episode; others have up to four more."""
     image_size: int = 96
     seed: int = 0
+    shuffled: bool = False
+    """Deal pictures and prompts out to other frames at random. What a model learns from such data it has not learned
+    from its inputs: the control to a model trained on the same seed's data as it is."""
 
 
 def write_dataset(root: pathlib.Path, config: SyntheticConfig | None = None) -> None:
@@ -65,42 +69,41 @@ def write_dataset(root: pathlib.Path, config: SyntheticConfig | None = None) -> 
 
 
 def _write_files(root: pathlib.Path, config: SyntheticConfig) -> None:
+    episodes = [_episode(config, index) for index in range(config.num_episodes)]
+    if config.shuffled:
+        episodes = _shuffled(episodes, config.seed)
     episode_rows: list[dict[str, Any]] = []
     statistics: dict[str, list[dict[str, Any]]] = {}
     num_frames = 0
     for first in range(0, config.num_episodes, _EPISODES_PER_FILE):
-        path = root / _DATA_PATH.format(chunk_index=0, file_index=first // _EPISODES_PER_FILE)
+        file_index = first // _EPISODES_PER_FILE
+        path = root / _DATA_PATH.format(chunk_index=0, file_index=file_index)
         path.parent.mkdir(parents=True, exist_ok=True)
         with pq.ParquetWriter(path, _data_schema()) as writer:
-            for index in range(first, min(first + _EPISODES_PER_FILE, config.num_episodes)):
-                # One generator per episode: a longer dataset starts with the same episodes as a shorter one.
-                rng = np.random.default_rng([config.seed, index])
-                length = config.num_frames + int(rng.integers(0, 5))
-                task_index = index % len(TASKS)
-                episode = make_episode(rng, task_index=task_index, num_frames=length, image_size=config.image_size)
-                columns = _columns(episode, index, task_index, num_frames)
+            for index, episode in enumerate(episodes[first : first + _EPISODES_PER_FILE], first):
+                columns = _columns(episode, index, num_frames)
                 writer.write_table(_data_table(episode, columns))
                 of_episode = {name: _statistics(values) for name, values in columns.items()}
                 of_episode |= {name: _image_statistics(images) for name, images in _images(episode).items()}
                 for name, values in of_episode.items():
                     statistics.setdefault(name, []).append(values)
+                end = num_frames + len(episode.state)
+                flat = {f"stats/{name}/{key}": value for name, of in of_episode.items() for key, value in of.items()}
                 episode_rows.append(
                     {
                         "episode_index": index,
-                        "tasks": [episode.task],
-                        "length": length,
+                        "tasks": [TASKS[task] for task in np.unique(episode.task_index)],
+                        "length": len(episode.state),
                         "data/chunk_index": 0,
-                        "data/file_index": first // _EPISODES_PER_FILE,
+                        "data/file_index": file_index,
                         "dataset_from_index": num_frames,
-                        "dataset_to_index": num_frames + length,
-                        **{
-                            f"stats/{name}/{key}": v for name, values in of_episode.items() for key, v in values.items()
-                        },
+                        "dataset_to_index": end,
+                        **flat,
                         "meta/episodes/chunk_index": 0,
                         "meta/episodes/file_index": 0,
                     }
                 )
-                num_frames += length
+                num_frames = end
     episodes_path = root / "meta" / "episodes" / "chunk-000" / "file-000.parquet"
     episodes_path.parent.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(episode_rows), episodes_path)
@@ -109,7 +112,25 @@ def _write_files(root: pathlib.Path, config: SyntheticConfig) -> None:
     _write_json(root / "meta" / "info.json", _info(config, num_frames))
 
 
-def _columns(episode: Episode, index: int, task_index: int, first_row: int) -> dict[str, np.ndarray]:
+def _episode(config: SyntheticConfig, index: int) -> Episode:
+    """One generator per episode: a longer dataset starts with the same episodes as a shorter one."""
+    rng = np.random.default_rng([config.seed, index])
+    return make_episode(rng, task=index % len(TASKS), image_size=config.image_size)
+
+
+def _shuffled(episodes: list[Episode], seed: int) -> list[Episode]:
+    """Pictures and prompts of all frames dealt out anew; states and actions stay."""
+    ends = np.cumsum([len(episode.state) for episode in episodes])[:-1]
+    order = np.random.default_rng([seed, len(episodes)]).permutation(sum(len(episode.state) for episode in episodes))
+
+    def dealt(name: str) -> list[np.ndarray]:
+        return np.split(np.concatenate([getattr(episode, name) for episode in episodes])[order], ends)
+
+    parts = zip(episodes, dealt("task_index"), dealt("base"), dealt("wrist"), strict=True)
+    return [dataclasses.replace(e, task_index=task, base=base, wrist=wrist) for e, task, base, wrist in parts]
+
+
+def _columns(episode: Episode, index: int, first_row: int) -> dict[str, np.ndarray]:
     """The columns of one episode that hold numbers, in the features' order."""
     frame = np.arange(len(episode.state))
     return {
@@ -119,7 +140,7 @@ def _columns(episode: Episode, index: int, task_index: int, first_row: int) -> d
         "frame_index": frame,
         "episode_index": np.full_like(frame, index),
         "index": first_row + frame,
-        "task_index": np.full_like(frame, task_index),
+        "task_index": episode.task_index,
     }
 
 

@@ -1,14 +1,15 @@
 """A drawn table-top task whose right action can be told only from the pictures and the prompt.
 
-Three coloured blocks lie at random places on a table; the prompt names one, and a gripper that starts at random moves to
-it and closes. The robot state is the gripper's own position, which says nothing about where a block lies or which one is
-meant. A base camera sways above the table; a wrist camera travels with the gripper.
+Three coloured blocks lie at random places on a table; the prompt names one, and a gripper that starts at random moves
+to it and closes. The robot state is the gripper's own position, which says nothing about where a block lies or which
+one is meant. A base camera sways above the table; a wrist camera travels with the gripper.
 
 Shape letters: T frames of an episode, S image side in pixels. World coordinates: metres, x to the right, y up, the
 table's centre at the origin.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -24,9 +25,11 @@ _BLOCK_AREA_M = 0.22  # blocks lie within this distance of the centre, per axis
 _START_AREA_M = 0.12
 _BLOCK_GAP_M = 0.17  # least distance between the centres of two blocks
 _GRASP_RADIUS_M = 0.035
-_GAIN_PER_S = 1.6
-_MAX_SPEED_M_S = 0.35
-_TREMBLE_M_S = 0.06
+_GAIN_PER_S = 3.0  # near the block the gripper slows down
+_MAX_SPEED_M_S = 0.2
+_TREMBLE_M_S = 0.04
+_HOLD_FRAMES = 4  # an episode ends when the gripper has been closed for so long
+_MAX_FRAMES = 40
 _BASE_VIEW_HALF_M = 0.36
 _WRIST_VIEW_HALF_M = 0.40
 _SWAY_M = 0.02
@@ -43,50 +46,55 @@ class Episode:
     """One demonstration.
 
     Attributes:
-        task: the prompt, one of TASKS.
+        task_index: T int64, which of TASKS is the prompt.
         state: T 2 float32, gripper position in metres.
         action: T 3 float32, velocity towards the named block in m/s, and the gripper command (0 open, 1 closed).
         base: T S S 3 uint8, the camera above the table.
         wrist: T S S 3 uint8, the camera on the gripper.
     """
 
-    task: str
+    task_index: np.ndarray
     state: np.ndarray
     action: np.ndarray
     base: np.ndarray
     wrist: np.ndarray
 
 
-def make_episode(rng: np.random.Generator, *, task_index: int, num_frames: int, image_size: int) -> Episode:
-    """Plays and draws one demonstration; equal generators give equal episodes.
+def make_episode(rng: np.random.Generator, *, task: int, image_size: int) -> Episode:
+    """Plays and draws one demonstration of TASKS[task]; equal generators give equal episodes.
 
-    The hand trembles: what moves the gripper is the recorded command plus a disturbance, so that demonstrations leave the
-    straight line and show how to come back to it (Laskey et al. 2017, DART).
+    The hand trembles: what moves the gripper is the recorded command plus a disturbance, so that demonstrations leave
+    the straight line and show how to come back to it (Laskey et al. 2017, DART).
     """
     blocks = _place_blocks(rng)
-    target = blocks[task_index]
+    target = blocks[task]
     position = rng.uniform(-_START_AREA_M, _START_AREA_M, size=2)
     tremble = np.zeros(2)
     sway_phase = rng.uniform(0, 2 * np.pi)
     closed = 0.0
-    state, action, base, wrist = [], [], [], []
-    for frame in range(num_frames):
-        time_s = frame / FPS
+    state: list[np.ndarray] = []
+    action: list[list[float]] = []
+    base: list[np.ndarray] = []
+    wrist: list[np.ndarray] = []
+    num_closed = 0
+    while num_closed < _HOLD_FRAMES and len(state) < _MAX_FRAMES:
+        time_s = len(state) / FPS
         to_target = target - position
-        velocity = _GAIN_PER_S * to_target
-        velocity *= min(1.0, _MAX_SPEED_M_S / (np.hypot(*velocity) + 1e-9))
-        command = max(closed, float(np.hypot(*to_target) < _GRASP_RADIUS_M))
+        distance = float(np.hypot(*to_target))
+        velocity = to_target * min(_GAIN_PER_S, _MAX_SPEED_M_S / max(distance, 1e-9))
+        command = max(closed, float(distance < _GRASP_RADIUS_M))
         sway = _SWAY_M * np.array([np.sin(2.5 * time_s + sway_phase), np.cos(1.7 * time_s + sway_phase)])
-        scene = {"blocks": blocks, "gripper": position, "closed": closed, "size": image_size}
-        state.append(position.copy())
-        action.append([*velocity, command])
-        base.append(_draw(view_centre=sway, view_half_m=_BASE_VIEW_HALF_M, **scene))
-        wrist.append(_draw(view_centre=position, view_half_m=_WRIST_VIEW_HALF_M, **scene))
+        draw = functools.partial(_draw, blocks=blocks, gripper=position, closed=closed, size=image_size)
+        state.append(position)
+        action.append([*velocity.tolist(), command])
+        base.append(draw(view_centre=sway, view_half_m=_BASE_VIEW_HALF_M))
+        wrist.append(draw(view_centre=position, view_half_m=_WRIST_VIEW_HALF_M))
         tremble = 0.7 * tremble + _TREMBLE_M_S * rng.standard_normal(2)
         position = np.clip(position + (velocity + tremble) / FPS, -_TABLE_HALF_M, _TABLE_HALF_M)
         closed = command
+        num_closed += int(closed)
     return Episode(
-        task=TASKS[task_index],
+        task_index=np.full(len(state), task),
         state=np.asarray(state, np.float32),
         action=np.asarray(action, np.float32),
         base=np.stack(base),

@@ -1,0 +1,13 @@
+"""Predicted against recorded actions: python scripts/eval_open_loop.py CHECKPOINT --data PATH [--json]"""
+
+import os
+import sys
+
+import jax
+
+from openpi_accel.cli import run
+from openpi_accel.tools.eval_open_loop import main
+
+if __name__ == "__main__":
+    jax.config.update("jax_threefry_partitionable", True)
+    run(lambda: main(sys.argv[1:], os.environ))
