@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+import shlex
 
 import jax
 import numpy as np
@@ -10,11 +11,12 @@ import numpy as np
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
-from openpi_accel.data.lerobot.dataset import open_dataset
+from openpi_accel.data.lerobot.dataset import LeRobotDataset, open_dataset
 from openpi_accel.data.lerobot.locate import find_dataset
 from openpi_accel.data.loader import Loader
 from openpi_accel.data.mapping import resolve_mapping
 from openpi_accel.data.norm_stats import load_norm_stats, norm_stats_path
+from openpi_accel.data.packed import PackedFrames
 from openpi_accel.data.pipeline import BatchSource, settle_max_token_len
 from openpi_accel.data.rows import rows_of_episodes
 from openpi_accel.data.stats_command import stats_command
@@ -103,8 +105,27 @@ def build_source(
         data=config.data,
         skip_images=acceleration.skip_images,
         only_consumed=acceleration.skip_video_decode,
+        packed=_open_packed(config, dataset),
     )
     return config, source
+
+
+def pack_command(config: TrainConfig, dataset_path: str) -> str:
+    """The command that packs this run's cameras."""
+    cameras = " ".join(
+        f"--data.cameras.{slot.replace('_', '-')}={shlex.quote(key)}"
+        for slot, key in config.data.cameras.as_dict().items()
+    )
+    paths = f"--data.path={shlex.quote(dataset_path)} --data.packed={shlex.quote(config.data.packed or 'FOLDER')}"
+    return f"python scripts/pack_dataset.py {config.name} {paths} {cameras}"
+
+
+def _open_packed(config: TrainConfig, dataset: LeRobotDataset) -> PackedFrames | None:
+    if config.data.packed is None:
+        return None
+    folder = pathlib.Path(config.data.packed).expanduser().absolute()
+    cameras = list(config.data.cameras.as_dict().values())
+    return PackedFrames(folder, dataset, cameras, pack_command(config, str(dataset.root)))
 
 
 def build_data(config: TrainConfig, acceleration: Acceleration, environment: Environment) -> Data:

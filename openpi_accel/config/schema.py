@@ -183,6 +183,8 @@ class DataConfig:
     """SentencePiece model file; None looks for PaliGemma's below OPENPI_DATA_HOME and in the Hub cache."""
     episodes: tuple[int, ...] | None = None
     """Train on these episodes alone; None is all of them."""
+    packed: str | None = None
+    """Folder of the dataset's packed cache, made by scripts/pack_dataset.py; None decodes the dataset's own files."""
     prefetch_batches: int = 4
     """Batches kept ready ahead of the step."""
 

@@ -6,10 +6,10 @@ from openpi_accel.config.schema import AUTO, CAMERA_SLOTS, IMAGE_SIZE, DataConfi
 from openpi_accel.data.lerobot.dataset import LeRobotDataset
 from openpi_accel.data.mapping import DataMapping
 from openpi_accel.data.norm_stats import NormStats
-from openpi_accel.data.resize import resize_with_pad
+from openpi_accel.data.packed import PackedFrames
 from openpi_accel.data.rows import numeric_column, reached_rows, require_finite
 from openpi_accel.data.tokenizer import PromptTokenizer, round_up, scan_prompt_lengths
-from openpi_accel.data.transforms import NumericTransform, to_uint8_hwc
+from openpi_accel.data.transforms import NumericTransform, to_model_image
 from openpi_accel.errors import UserError
 from openpi_accel.types import Batch, Observation
 
@@ -35,6 +35,7 @@ class BatchSource:
         data: DataConfig,
         skip_images: tuple[str, ...] = (),
         only_consumed: bool = False,
+        packed: PackedFrames | None = None,
     ) -> None:
         """Checks that the parts fit; reads no frame.
 
@@ -48,6 +49,7 @@ class BatchSource:
             skip_images: slots to leave out of the batches, or ("auto",) for every slot that no camera feeds.
             only_consumed: False decodes every camera of the dataset and throws away what the model does not take, as
                 upstream does; True decodes the mapped cameras alone. The batches are equal.
+            packed: take the frames from this cache of the dataset; nothing is decoded then, and the batches are equal.
 
         Raises:
             UserError: a skipped slot is fed by a camera; dimensions, statistics and model do not fit.
@@ -65,6 +67,7 @@ class BatchSource:
         )
         self.slots = _kept_slots(mapping, skip_images)
         fed = set(mapping.cameras.as_dict().values())
+        self._packed = packed
         self._decoded = tuple(key for key in dataset.cameras if not only_consumed or key in fed)
         self._encoded_prompts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -126,11 +129,18 @@ class BatchSource:
         square = (len(rows), IMAGE_SIZE, IMAGE_SIZE, 3)
         images = {s: np.empty(square, np.uint8) if s in feeds else np.zeros(square, np.uint8) for s in self.slots}
         masks = {slot: np.full(len(rows), slot in feeds) for slot in self.slots}
+        if self._packed is not None:
+            out = {key: images[slot] for slot, key in feeds.items()}
+            self._packed.read(rows, out)
+            for slot, key in feeds.items():  # one camera may feed two slots
+                if images[slot] is not out[key]:
+                    images[slot][:] = out[key]
+            return images, masks
         for key in self._decoded:
             frames = self.dataset.frames(key, rows)
             for slot in (s for s in self.slots if feeds.get(s) == key):
                 for i, frame in enumerate(frames):
-                    images[slot][i] = resize_with_pad(to_uint8_hwc(frame))
+                    images[slot][i] = to_model_image(frame)
         return images, masks
 
 

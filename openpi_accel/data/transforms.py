@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 from openpi_accel.data.norm_stats import Normalization, NormStats, normalize, unnormalize
+from openpi_accel.data.resize import resize_with_pad
 from openpi_accel.errors import UserError
 
 
@@ -29,6 +30,11 @@ def to_uint8_hwc(image: np.ndarray) -> np.ndarray:
             "channels. Map another camera with --data.cameras."
         )
     return image
+
+
+def to_model_image(image: np.ndarray) -> np.ndarray:
+    """A camera's frame as the model takes it: 224 224 3 uint8. Raises as `to_uint8_hwc`."""
+    return resize_with_pad(to_uint8_hwc(image))
 
 
 def to_delta(actions: np.ndarray, state: np.ndarray, dims: int) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from openpi_accel.data.images import image_format
 from openpi_accel.data.lerobot import v2, v3
 from openpi_accel.data.lerobot.features import Camera, Feature, read_info
-from openpi_accel.data.lerobot.frames import FrameReader
+from openpi_accel.data.lerobot.frames import FrameError, FrameReader
 from openpi_accel.data.lerobot.index import Index
 from openpi_accel.data.lerobot.parquet import read_column
 from openpi_accel.errors import UserError
@@ -194,12 +194,21 @@ class LeRobotDataset:
             return self._frames.video_table(camera, row).codec
         return image_format(self._frames.image_bytes(camera, row))
 
+    def files(self) -> list[pathlib.Path]:
+        """Every file that rows or frames come from, sorted, each once; one may be missing."""
+        clips = (file for clips in self._index.clips.values() for file in clips.files)
+        loose = (path for path in (self.root / "images").rglob("*") if path.is_file())
+        return sorted({*self._index.data_files, *clips, *loose})
+
+    def frame_error(self, camera: str, row: int, why: str) -> FrameError:
+        """The error that names this frame."""
+        return self._frames.error(camera, row, why)
+
     def fingerprint(self) -> str:
         """A hash of version, features, tasks, episodes, and the sizes of all files: changes when the dataset does."""
-        files = [*self._index.data_files, *(file for clips in self._index.clips.values() for file in clips.files)]
         sizes = [
             (file.relative_to(self.root).as_posix(), file.stat().st_size if file.is_file() else None)
-            for file in sorted(set(files))
+            for file in self.files()
         ]
         content = {
             "version": self.version,

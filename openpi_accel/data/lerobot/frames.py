@@ -58,7 +58,7 @@ class FrameReader:
         try:
             return self._images.read(path, camera, [at])[0]
         except UserError as error:
-            raise self._error(camera, row, str(error)) from error
+            raise self.error(camera, row, str(error)) from error
 
     def video_table(self, camera: str, row: int) -> FrameTable:
         """Size, codec and time stamps of the video that holds a row's frame.
@@ -70,7 +70,7 @@ class FrameReader:
         try:
             return self._videos.table(clips.files[int(clips.file_of[self._episode_of(row)])])
         except UserError as error:
-            raise self._error(camera, row, str(error)) from error
+            raise self.error(camera, row, str(error)) from error
 
     def _episode_of(self, row: int) -> int:
         return int(np.searchsorted(self._index.episode_starts, row, side="right")) - 1
@@ -79,7 +79,8 @@ class FrameReader:
         file = int(np.searchsorted(self._index.data_starts, row, side="right")) - 1
         return self._index.data_files[file], row - int(self._index.data_starts[file])
 
-    def _error(self, camera: str, row: int, why: str) -> FrameError:
+    def error(self, camera: str, row: int, why: str) -> FrameError:
+        """The error that names this frame."""
         episode = self._episode_of(row)
         frame = row - int(self._index.episode_starts[episode])
         return FrameError(self._root, row, int(self._index.episode_ids[episode]), frame, camera, why)
@@ -91,7 +92,7 @@ class FrameReader:
             try:
                 frames.append(decode_image(data))
             except UserError as error:
-                raise self._error(camera, row, f"{error}, in {self._data_file(row)[0]}") from error
+                raise self.error(camera, row, f"{error}, in {self._data_file(row)[0]}") from error
         return frames
 
     def _from_video(self, camera: str, rows: np.ndarray) -> list[np.ndarray]:
@@ -105,7 +106,7 @@ class FrameReader:
             try:
                 first = self._first_frame(camera, file)
             except UserError as error:
-                raise self._error(camera, int(rows[mine[0]]), str(error)) from error
+                raise self.error(camera, int(rows[mine[0]]), str(error)) from error
             numbers = [first[int(episodes[i])] + int(rows[i] - episode_starts[episodes[i]]) for i in mine]
             try:
                 found = self._videos.frames(path, numbers)
@@ -118,7 +119,7 @@ class FrameReader:
         try:
             return self._videos.frames(path, [number])[0]
         except UserError as error:
-            raise self._error(camera, row, str(error)) from error
+            raise self.error(camera, row, str(error)) from error
 
     def _first_frame(self, camera: str, file: int) -> dict[int, int]:
         """Position of an episode -> number of its first frame in the video file; for the file's episodes.
