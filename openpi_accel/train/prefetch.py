@@ -1,5 +1,6 @@
 """Moves batches from the loader to the devices ahead of the step, and measures when the devices waited for them."""
 
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+
+_CLOSE_TIMEOUT_S = 10
 
 
 class LoadedBatch(Protocol):
@@ -74,13 +77,12 @@ class DevicePrefetcher:
         return item, wait_s
 
     def close(self) -> None:
-        """Stops the thread; batches fetched ahead are dropped."""
+        """Stops the thread; batches fetched ahead are dropped. A loader that hangs is left behind after a while."""
         self._stop.set()
-        while self._thread.is_alive():
-            try:
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        while self._thread.is_alive() and time.monotonic() < deadline_s:
+            with contextlib.suppress(queue.Empty):
                 self._queue.get(timeout=0.05)
-            except queue.Empty:
-                continue
 
     def _fill(self, batches: Iterator[LoadedBatch]) -> None:
         try:

@@ -28,12 +28,11 @@ class ProgressReport:
         self._stream = stream
         self._bar: Progress | None = None
         if stream.isatty():
+            console = Console(file=stream)
+            # The figures need 80 columns; the bar is drawn where there is room beside them.
+            bar = [BarColumn(bar_width=20)] if console.width >= 105 else []
             self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}"),
-                console=Console(file=stream),
+                TextColumn("step"), MofNCompleteColumn(), *bar, TextColumn("{task.description}"), console=console
             )
             self._task = self._bar.add_task("compiling the step", total=num_steps, completed=first_step)
             self._bar.start()
@@ -47,7 +46,7 @@ class ProgressReport:
         """The figures of a log step: a row of metrics.jsonl."""
         remaining_s = (self._num_steps - row["step"] - 1) * row["step_s"]
         text = (
-            f"loss {row['loss']:.4f} | grad_norm {row['grad_norm']:.3f} | {row['samples_per_s']:.1f} samples/s | "
+            f"loss {row['loss']:.4f} | {row['samples_per_s']:.1f} samples/s | "
             f"data wait {100 * row['data_wait_share']:.0f} % | ETA {format_duration(remaining_s)}"
         )
         if self._bar is not None:

@@ -1,8 +1,10 @@
 """What a run writes about itself, and that no tracker can stop it."""
 
 import builtins
+import io
 import json
 import pathlib
+import re
 import sys
 import types
 from typing import Any
@@ -13,6 +15,7 @@ from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
 from openpi_accel.train.metrics import MetricsWriter, WandbSettings, hash_sample_ids, read_rows
+from openpi_accel.train.progress import ProgressReport
 
 SETTINGS = WandbSettings(project="p", name="n", config={"a": 1})
 
@@ -134,3 +137,23 @@ def test_wandb_that_fails_later_is_a_warning(tmp_path: pathlib.Path, monkeypatch
     with pytest.warns(UserWarning, match="could not finish"):
         MetricsWriter(tmp_path, resume_step=3, wandb=SETTINGS).close()
     assert [call["id"] for call in calls] == [None, "abc", None]
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_progress_shows_loss_speed_wait_and_time_left(stream: io.StringIO) -> None:
+    report = ProgressReport(1001, 0, stream)
+    report.advance(99)
+    report.show(
+        {"step": 100, "loss": 0.5, "grad_norm": 2.0, "samples_per_s": 64.0, "step_s": 4.0, "data_wait_share": 0.25}
+    )
+    report.close()
+    text = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    expected = ["100/1001", "loss 0.5000", "64.0 samples/s", "data wait 25 %", "ETA 1:00:00"]
+    assert [part for part in expected if part not in " ".join(text.split())] == []
