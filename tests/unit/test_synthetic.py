@@ -76,14 +76,21 @@ def test_files_have_lerobots_own_layout(root, shared):
     ours, wanted = pq.read_schema(root / path), pq.read_schema(theirs / path)
     assert {field.name: field.type for field in ours} == {field.name: field.type for field in wanted}
     for name in ("info.json", "stats.json"):
-        assert set(json.loads((root / "meta" / name).read_text())) == set(json.loads((theirs / "meta" / name).read_text()))
+        assert set(json.loads((root / "meta" / name).read_text())) == set(
+            json.loads((theirs / "meta" / name).read_text())
+        )
 
 
 def test_statistics_are_those_of_the_data(root):
     stats = json.loads((root / "meta" / "stats.json").read_text())
     for name in ("observation.state", "action"):
         column = open_dataset(root).column(name).astype(np.float64)
-        for key, value in {"mean": column.mean(0), "std": column.std(0), "min": column.min(0), "max": column.max(0)}.items():
+        for key, value in {
+            "mean": column.mean(0),
+            "std": column.std(0),
+            "min": column.min(0),
+            "max": column.max(0),
+        }.items():
             np.testing.assert_allclose(stats[name][key], value, rtol=1e-9, atol=1e-12, err_msg=f"{name} {key}")
         assert stats[name]["count"] == [len(column)]
 
@@ -128,7 +135,9 @@ def test_shuffling_moves_pictures_and_prompts_alone(root, tmp_path):
     assert sorted(after) == sorted(before)
     assert np.mean([a == b for a, b in zip(after, before, strict=True)]) < 0.2
     # A picture keeps its prompt and its other camera.
-    seen = dict(zip(before, zip(ours.task_of(rows), map(bytes, ours.frames(CAMERAS[0], rows)), strict=True), strict=True))
+    seen = dict(
+        zip(before, zip(ours.task_of(rows), map(bytes, ours.frames(CAMERAS[0], rows)), strict=True), strict=True)
+    )
     assert [seen[image] for image in after] == list(
         zip(theirs.task_of(rows), map(bytes, theirs.frames(CAMERAS[0], rows)), strict=True)
     )
