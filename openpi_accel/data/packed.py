@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -209,6 +210,7 @@ class PackedFrames:
         self._bad = {(row, camera): why for row, camera, why in manifest.bad}
         self._lock = threading.Lock()
         self._files: dict[int, int] = {}
+        weakref.finalize(self, _close, self._files)
 
     def __reduce__(self) -> tuple[Callable[..., "PackedFrames"], tuple[Any, ...]]:
         return PackedFrames, self._arguments  # another process opens its own files
@@ -248,14 +250,7 @@ class PackedFrames:
     def close(self) -> None:
         """Closes the shards; the pack stays usable."""
         with self._lock:
-            files = list(self._files.values())
-            self._files.clear()
-        for file in files:
-            os.close(file)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_files"):
-            self.close()
+            _close(self._files)
 
     def _fill(self, shard: int, offset: int, buffers: list[np.ndarray]) -> None:
         wanted = sum(buffer.nbytes for buffer in buffers)
@@ -273,3 +268,8 @@ class PackedFrames:
                 # Rows come in random order: reading on behind each would only push others out of memory.
                 os.posix_fadvise(self._files[shard], 0, 0, os.POSIX_FADV_RANDOM)
             return self._files[shard]
+
+
+def _close(files: dict[int, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
