@@ -6,14 +6,19 @@ Shape letters: B batch, H W image height and width.
 import augmax
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Images = dict[str, jax.Array]
+
+# x / 255 * 2 - 1 as the host computes it, looked up: compiled, the division would become a product with 1 / 255, whose
+# rounding differs from what upstream's loader sends.
+_FLOAT_OF_PIXEL = np.arange(256, dtype=np.float32) / np.float32(255) * np.float32(2) - np.float32(1)
 
 
 def to_float(images: Images) -> Images:
     """camera -> B H W 3 uint8 becomes float32 in [-1, 1]; float images pass through."""
     return {
-        camera: image.astype(jnp.float32) / 255.0 * 2.0 - 1.0 if image.dtype == jnp.uint8 else image
+        camera: jnp.asarray(_FLOAT_OF_PIXEL)[image] if image.dtype == jnp.uint8 else image
         for camera, image in images.items()
     }
 
