@@ -1,8 +1,8 @@
 """A drawn table-top task whose right action can be told only from the pictures and the prompt.
 
-Three coloured blocks lie at random places on a table; the prompt names one, and a gripper that starts at random moves
-to it and closes. The robot state is the gripper's own position, which says nothing about where a block lies or which
-one is meant. A base camera sways above the table; a wrist camera travels with the gripper.
+Two blocks of different colours lie at random places on a table; the prompt names one, and a gripper that starts at
+random moves to it and closes. The robot state is the gripper's own position, which says nothing about where a block
+lies or which one is meant. A base camera sways above the table; a wrist camera travels with the gripper.
 
 Shape letters: T frames of an episode, S image side in pixels. World coordinates: metres, x to the right, y up, the
 table's centre at the origin.
@@ -60,14 +60,16 @@ class Episode:
     wrist: np.ndarray
 
 
-def make_episode(rng: np.random.Generator, *, task: int, image_size: int) -> Episode:
-    """Plays and draws one demonstration of TASKS[task]; equal generators give equal episodes.
+def make_episode(rng: np.random.Generator, *, target: int, other: int, image_size: int) -> Episode:
+    """Plays and draws one demonstration of TASKS[target]; equal generators give equal episodes.
+
+    The scene does not depend on which of the two blocks is the target: equal generators lay the same two colours out in
+    the same way.
 
     The hand trembles: what moves the gripper is the recorded command plus a disturbance, so that demonstrations leave
     the straight line and show how to come back to it (Laskey et al. 2017, DART).
     """
-    blocks = _place_blocks(rng)
-    target = blocks[task]
+    blocks = dict(zip(sorted((target, other)), _place_blocks(rng), strict=True))
     position = rng.uniform(-_START_AREA_M, _START_AREA_M, size=2)
     tremble = np.zeros(2)
     sway_phase = rng.uniform(0, 2 * np.pi)
@@ -79,7 +81,7 @@ def make_episode(rng: np.random.Generator, *, task: int, image_size: int) -> Epi
     num_closed = 0
     while num_closed < _HOLD_FRAMES and len(state) < _MAX_FRAMES:
         time_s = len(state) / FPS
-        to_target = target - position
+        to_target = blocks[target] - position
         distance = float(np.hypot(*to_target))
         velocity = to_target * min(_GAIN_PER_S, _MAX_SPEED_M_S / max(distance, 1e-9))
         command = max(closed, float(distance < _GRASP_RADIUS_M))
@@ -94,7 +96,7 @@ def make_episode(rng: np.random.Generator, *, task: int, image_size: int) -> Epi
         closed = command
         num_closed += int(closed)
     return Episode(
-        task_index=np.full(len(state), task),
+        task_index=np.full(len(state), target),
         state=np.asarray(state, np.float32),
         action=np.asarray(action, np.float32),
         base=np.stack(base),
@@ -103,18 +105,23 @@ def make_episode(rng: np.random.Generator, *, task: int, image_size: int) -> Epi
 
 
 def _place_blocks(rng: np.random.Generator) -> np.ndarray:
-    """(colours, 2) centres, no two closer than _BLOCK_GAP_M."""
+    """(2, 2): the centres of two blocks, not closer than _BLOCK_GAP_M."""
     while True:
-        blocks = rng.uniform(-_BLOCK_AREA_M, _BLOCK_AREA_M, size=(len(COLOURS), 2))
-        gaps = np.linalg.norm(blocks[:, None] - blocks[None], axis=-1) + np.eye(len(COLOURS))
-        if gaps.min() > _BLOCK_GAP_M:
+        blocks = rng.uniform(-_BLOCK_AREA_M, _BLOCK_AREA_M, size=(2, 2))
+        if np.hypot(*(blocks[0] - blocks[1])) > _BLOCK_GAP_M:
             return blocks
 
 
 def _draw(
-    *, blocks: np.ndarray, gripper: np.ndarray, closed: float, size: int, view_centre: np.ndarray, view_half_m: float
+    *,
+    blocks: dict[int, np.ndarray],
+    gripper: np.ndarray,
+    closed: float,
+    size: int,
+    view_centre: np.ndarray,
+    view_half_m: float,
 ) -> np.ndarray:
-    """S S 3 uint8: the scene from straight above, edges smoothed over one pixel. All lengths in metres."""
+    """S S 3 uint8: the scene from above, edges smoothed over one pixel. Blocks by colour, lengths in metres."""
     pixel_m = 2 * view_half_m / size
     offsets = ((np.arange(size) + 0.5) * pixel_m - view_half_m).astype(np.float32)
     x = np.float32(view_centre[0]) + offsets
@@ -130,9 +137,9 @@ def _draw(
     box((0.0, 0.0), (_TABLE_HALF_M, _TABLE_HALF_M), _TABLE_COLOUR)
     for plank in (-0.2, 0.0, 0.2):
         box((0.0, plank), (_TABLE_HALF_M, 0.05), _GRAIN_COLOUR)
-    for (block_x, block_y), colour in zip(blocks, COLOURS.values(), strict=True):
+    for number, (block_x, block_y) in blocks.items():
         box((block_x + 0.008, block_y - 0.008), (_BLOCK_HALF_M, _BLOCK_HALF_M), _SHADOW_COLOUR)
-        box((block_x, block_y), (_BLOCK_HALF_M, _BLOCK_HALF_M), colour)
+        box((block_x, block_y), (_BLOCK_HALF_M, _BLOCK_HALF_M), list(COLOURS.values())[number])
     finger_gap_m = 0.012 if closed else 0.03
     for side in (-1, 1):
         box((gripper[0] + side * finger_gap_m, gripper[1]), (0.007, 0.028), _GRIPPER_COLOUR)
