@@ -37,6 +37,13 @@ class ProgressReport:
             self._task = self._bar.add_task("compiling the step", total=num_steps, completed=first_step)
             self._bar.start()
 
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text)
+        else:
+            print(text, file=self._stream, flush=True)
+
     def advance(self, step: int) -> None:
         """`step` is done."""
         if self._bar is not None:

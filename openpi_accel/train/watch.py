@@ -53,8 +53,7 @@ class StepWatch:
         self._config, self._folder, self._metrics, self._progress = config, folder, metrics, progress
         self._flight: deque[_Started] = deque()
         self._values: dict[str, list[float]] = {name: list(v) for name, v in unlogged.items()}
-        self._compiling = True
-        self._reset_timing()
+        self.reset_timing()
 
     def started(self, index: int, values: dict[str, jax.Array], sample_ids: np.ndarray, wait_s: float) -> None:
         """Step `index` is on its way; reads the one before it."""
@@ -92,9 +91,6 @@ class StepWatch:
             self._progress.advance(started.index)
         if started.index % self._config.log_interval == 0:
             self._log(started)
-        elif self._compiling:  # the first step of a resumed run compiles: keep that out of the figures of speed
-            self._reset_timing()
-        self._compiling = False
 
     def _log(self, started: _Started) -> None:
         elapsed_s = time.perf_counter() - self._last_log_s
@@ -111,9 +107,10 @@ class StepWatch:
         if self._progress is not None:
             self._progress.show(row)
         self._values = {}
-        self._reset_timing()
+        self.reset_timing()
 
-    def _reset_timing(self) -> None:
+    def reset_timing(self) -> None:
+        """Figures of speed count from here."""
         self._timed_steps, self._wait_s, self._last_log_s = 0, 0.0, time.perf_counter()
 
     def _not_finite(self, values: dict[str, float]) -> NonFiniteError:
