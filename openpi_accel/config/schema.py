@@ -177,6 +177,7 @@ class DataConfig:
     delta_action_dims: int = 0
     """The first n action dimensions are taken relative to the first n of the unnormalised state."""
     normalization: Literal["quantile", "zscore"] = "quantile"
+    """quantile maps [q01, q99] to [-1, 1] (all but pi0); zscore subtracts the mean and divides by the deviation."""
     allow_truncation: bool = False
     """Cut prompts longer than max_token_len (with a count) instead of refusing them."""
     tokenizer_path: str | None = None
@@ -194,9 +195,13 @@ class ScheduleConfig:
     """Linear warm-up, then cosine decay; the warm-up counts into decay_steps."""
 
     warmup_steps: int = 1000
+    """Steps from peak_lr / (warmup_steps + 1) up to peak_lr."""
     peak_lr: float = 2.5e-5
+    """Learning rate after the warm-up."""
     decay_steps: int = 30000
+    """Step at which the cosine has come down to decay_lr; it stays there."""
     decay_lr: float = 2.5e-6
+    """Learning rate at the end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,10 +209,15 @@ class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019) after clipping of the global gradient norm."""
 
     b1: float = 0.9
+    """Decay of the gradient's mean."""
     b2: float = 0.95
+    """Decay of the gradient's square."""
     eps: float = 1e-8
+    """Added to the root of the square."""
     weight_decay: float = 1e-10
+    """Decoupled decay of every trained parameter."""
     clip_gradient_norm: float = 1.0
+    """Gradients whose global norm is larger are scaled down to it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,7 +237,9 @@ class RematConfig:
     but the products with weights and the attention output. none: nothing (most memory)."""
 
     gemma: RematPolicy = "full"
+    """The two Gemma experts."""
     siglip: RematPolicy = "full"
+    """The vision tower."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,19 +262,25 @@ class TrainConfig:
     """none, lora, vision, llm, all_but_action_expert, or a regular expression over parameter paths; auto is lora
     where an expert has adapters, else none."""
     seed: int = 42
+    """Of initialisation, data order, augmentation and noise."""
     batch_size: int = 32
     """Global batch over all devices and processes."""
     num_workers: int = 2
     """Data workers per process."""
     num_train_steps: int = 30000
+    """Steps of the whole run, resumed or not."""
     log_interval: int = 100
+    """Steps between rows of metrics.jsonl."""
     save_interval: int = 1000
+    """Steps between checkpoints; the last step is always saved."""
     keep_period: int | None = 5000
     """Checkpoints at multiples of this step are never deleted."""
     fsdp_devices: int = 1
     """Devices over which parameters, optimizer state and EMA are sharded."""
     assets_base_dir: str = "assets"
+    """Norm statistics are looked for in <assets-base-dir>/<config>/<asset id>/norm_stats.json."""
     checkpoint_base_dir: str = "checkpoints"
+    """The run's folder is <checkpoint-base-dir>/<config>/<exp-name>."""
     resume: bool = False
     """Continue from the last checkpoint of this exp_name."""
     overwrite: bool = False
