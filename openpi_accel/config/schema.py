@@ -92,8 +92,11 @@ class ModelConfig:
     pi05: bool = True
     """True: pi0.5 (time enters by adaRMS). False: pi0 (a state token, time mixed into the action tokens)."""
     paligemma_variant: GemmaVariant = "gemma_2b"
+    """Sizes of the expert that reads images and prompt; _lora adds adapters."""
     action_expert_variant: GemmaVariant = "gemma_300m"
+    """Sizes of the action expert."""
     vision_variant: Literal["so400m", "tiny", "demo"] = "so400m"
+    """Sizes of the vision tower."""
     vocab_size: int = 257152
     """Rows of the token embedding table."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
