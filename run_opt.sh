@@ -14,7 +14,7 @@ TEXT
     common_usage
     cat <<'TEXT'
   OPENPI_STRICT_EQUIV=1  leave out the XLA flags that may reorder arithmetic
-  OPENPI_SKIP_IMAGES, OPENPI_SKIP_VIDEO_DECODE, XLA_FLAGS, JAX_OPTIMIZATION_LEVEL
+  OPENPI_SKIP_IMAGES, OPENPI_SKIP_VIDEO_DECODE, OPENPI_WORKER_CPU, XLA_FLAGS, JAX_OPTIMIZATION_LEVEL
                          your own value is kept
 TEXT
     exit 0

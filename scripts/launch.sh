@@ -42,8 +42,13 @@ given() { # option name -> whether the user gave it
 acceleration() { # sets ACCELERATED and the environment of the accelerations that exist; needs CONFIG and CUDA_SET
     ACCELERATED=()
     export OPENPI_SKIP_VIDEO_DECODE="${OPENPI_SKIP_VIDEO_DECODE-1}"
-    # The demo is small: starting eight workers would take longer than it trains.
-    [[ $CONFIG == pi05_demo ]] || ACCELERATED+=(--num-workers 8)
+    # The demo is small: starting eight workers, or processes for them, would take longer than it trains.
+    if [[ $CONFIG == pi05_demo ]]; then
+        export OPENPI_WORKER_CPU="${OPENPI_WORKER_CPU-0}"
+    else
+        export OPENPI_WORKER_CPU="${OPENPI_WORKER_CPU-1}"
+        ACCELERATED+=(--num-workers 8)
+    fi
     if [[ $CONFIG == *libero* ]]; then # two cameras, and no prompt of LIBERO is longer than 28 tokens
         export OPENPI_SKIP_IMAGES="${OPENPI_SKIP_IMAGES-right_wrist_0_rgb}"
         ACCELERATED+=(--model.max-token-len 28)
@@ -51,7 +56,7 @@ acceleration() { # sets ACCELERATED and the environment of the accelerations tha
         export OPENPI_SKIP_IMAGES="${OPENPI_SKIP_IMAGES-auto}"
         ACCELERATED+=(--model.max-token-len auto)
     fi
-    local shown="OPENPI_SKIP_VIDEO_DECODE=$OPENPI_SKIP_VIDEO_DECODE OPENPI_SKIP_IMAGES=$OPENPI_SKIP_IMAGES ${ACCELERATED[*]}"
+    local shown="OPENPI_SKIP_VIDEO_DECODE=$OPENPI_SKIP_VIDEO_DECODE OPENPI_WORKER_CPU=$OPENPI_WORKER_CPU OPENPI_SKIP_IMAGES=$OPENPI_SKIP_IMAGES ${ACCELERATED[*]}"
     if switch_is_on OPENPI_STRICT_EQUIV; then
         shown+="; XLA's defaults (OPENPI_STRICT_EQUIV)"
     elif [[ -n $CUDA_SET ]]; then

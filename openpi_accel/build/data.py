@@ -18,10 +18,11 @@ from openpi_accel.data.mapping import resolve_mapping
 from openpi_accel.data.norm_stats import load_norm_stats, norm_stats_path
 from openpi_accel.data.packed import PackedFrames
 from openpi_accel.data.pipeline import BatchSource, settle_max_token_len
-from openpi_accel.data.rows import rows_of_episodes
+from openpi_accel.data.rows import name_rows, rows_of_episodes
 from openpi_accel.data.stats_command import stats_command
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer
 from openpi_accel.data.validation import DataReport, validate_before_training
+from openpi_accel.data.worker_pool import ProcessPool, ThreadPool
 from openpi_accel.types import Batch
 
 
@@ -35,6 +36,7 @@ class Data:
         rows: the rows that training draws from.
         report: what the check before training found.
         norm_stats_text: the statistics file, to be stored with the checkpoints.
+        worker_processes: workers are processes of their own.
     """
 
     config: TrainConfig
@@ -42,11 +44,12 @@ class Data:
     rows: np.ndarray
     report: DataReport
     norm_stats_text: str
+    worker_processes: bool = False
 
     def loader(self, *, start_sample: int = 0) -> Loader[Batch]:
         """This process's share of the batches, from a position on."""
         return Loader(
-            lambda ids: self.source.load_batch(self.rows[ids]),
+            RowBatches(self.source, self.rows),
             num_rows=len(self.rows),
             batch_size=self.config.batch_size,
             seed=self.config.seed,
@@ -55,7 +58,29 @@ class Data:
             num_workers=self.config.num_workers,
             prefetch_batches=self.config.data.prefetch_batches,
             start_sample=start_sample,
+            start_pool=ProcessPool if self.worker_processes else ThreadPool,
+            describe=self._describe,
         )
+
+    def _describe(self, ids: np.ndarray) -> str:
+        return f"{self.source.dataset.root}, {name_rows(self.source.dataset, self.rows[ids])}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBatches:
+    """Batches by position among the rows that training draws from; travels to worker processes.
+
+    Attributes:
+        source: makes batches of dataset rows.
+        rows: those rows.
+    """
+
+    source: BatchSource
+    rows: np.ndarray
+
+    def __call__(self, ids: np.ndarray) -> Batch:
+        """The batch of these positions."""
+        return self.source.load_batch(self.rows[ids])
 
 
 def build_source(
@@ -138,4 +163,11 @@ def build_data(config: TrainConfig, acceleration: Acceleration, environment: Env
     rows = rows_of_episodes(source.dataset, config.data.episodes)
     report = validate_before_training(source, rows, command=stats_command(config, str(source.dataset.root)))
     path = norm_stats_path(config.assets_base_dir, config.name, config.asset_id)
-    return Data(config=config, source=source, rows=rows, report=report, norm_stats_text=path.read_text())
+    return Data(
+        config=config,
+        source=source,
+        rows=rows,
+        report=report,
+        norm_stats_text=path.read_text(),
+        worker_processes=acceleration.worker_cpu,
+    )

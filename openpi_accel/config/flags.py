@@ -13,6 +13,7 @@ OTHER_NAMES = ("OPENPI_DATA_HOME", "OPENPI_PYTHON", "OPENPI_STRICT_EQUIV")
 FlashImpl = Literal["xla", "cudnn"]
 _SWITCHES = {
     "OPENPI_SKIP_VIDEO_DECODE": "skip_video_decode",
+    "OPENPI_WORKER_CPU": "worker_cpu",
     "OPENPI_FLASH_ATTN": "flash_attn",
     "OPENPI_BATCH_CAMERAS": "batch_cameras",
     "OPENPI_CAST_EARLY": "cast_early",
@@ -29,6 +30,7 @@ class Acceleration:
         skip_images: OPENPI_SKIP_IMAGES, always-masked camera slots to leave out (no image, no SigLIP, no tokens), or
             ("auto",) for every slot that the data never fills.
         skip_video_decode: OPENPI_SKIP_VIDEO_DECODE, decode only the camera frames that the model consumes.
+        worker_cpu: OPENPI_WORKER_CPU, data workers are processes without GPU, on cores away from the trainer's own.
         flash_attn: OPENPI_FLASH_ATTN, keep no attention probabilities for the backward pass, use the mask's structure.
         flash_impl: OPENPI_FLASH_IMPL, how: xla, or cudnn (bfloat16 on an NVIDIA GPU).
         batch_cameras: OPENPI_BATCH_CAMERAS, all cameras through the vision tower in one pass.
@@ -38,6 +40,7 @@ class Acceleration:
 
     skip_images: tuple[str, ...] = ()
     skip_video_decode: bool = False
+    worker_cpu: bool = False
     flash_attn: bool = False
     flash_impl: FlashImpl = "xla"
     batch_cameras: bool = False

@@ -1,19 +1,22 @@
-"""Batches in a fixed order, made ahead by worker threads.
+"""Batches in a fixed order, made ahead by workers (worker_pool.py).
 
-The order is a pure function of (seed, epoch): the same for any number of workers and processes. Threads are enough as
-workers: image decoding, video decoding and resizing run outside Python's global lock.
+The order is a pure function of (seed, epoch): the same for any number of workers and processes.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from openpi_accel.data.worker_pool import LoadBatch, ThreadPool, WorkerDied, WorkerPool
 from openpi_accel.errors import UserError
 
 _MAX_NAMED = 8
+_PATIENCE_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 def epoch_order(seed: int, epoch: int, num_rows: int) -> np.ndarray:
@@ -70,13 +73,13 @@ class LoadedBatch[T]:
 class Loader[T]:
     """Endless batches; every row occurs once per epoch, and a batch may span the border of two epochs.
 
-    Iterate, and `close` at the end (or use it as a context manager): afterwards no thread is left. One iteration at a
+    Iterate, and `close` at the end (or use it as a context manager): afterwards no worker is left. One iteration at a
     time.
     """
 
     def __init__(
         self,
-        load_batch: Callable[[np.ndarray], T],
+        load_batch: LoadBatch[T],
         num_rows: int,
         batch_size: int,
         seed: int,
@@ -85,18 +88,24 @@ class Loader[T]:
         num_workers: int = 2,
         prefetch_batches: int = 4,
         start_sample: int = 0,
+        start_pool: Callable[[LoadBatch[T], int], WorkerPool[T]] = ThreadPool,
+        describe: Callable[[np.ndarray], str] | None = None,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
-        """Starts nothing yet; the threads start with the iteration.
+        """Starts nothing yet; the workers start with the iteration.
 
         Args:
-            load_batch: makes the batch of these rows; called by several threads at once.
+            load_batch: makes the batch of these rows; several at once.
             num_rows: rows in the dataset.
             batch_size: of all processes together; each takes a contiguous slice of it.
             seed: of the order.
             process_index, process_count: which slice.
-            num_workers: threads; 0 makes each batch when it is asked for, in the caller's thread.
+            num_workers: 0 makes each batch when it is asked for, in the caller's thread.
             prefetch_batches: batches being made or kept ready, at least as many as workers.
             start_sample: position to start from, `next_sample` of the last batch when resuming.
+            start_pool: starts the workers: ThreadPool or ProcessPool.
+            describe: names rows to a person, for messages; None gives their numbers.
+            patience_s: a batch that takes longer is named in the log.
 
         Raises:
             UserError: the batch does not divide over the processes, or is larger than the dataset.
@@ -118,7 +127,8 @@ class Loader[T]:
         self._order = SampleOrder(num_rows, seed)
         self._num_workers, self._ahead = num_workers, max(prefetch_batches, num_workers, 1)
         self._next = start_sample
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+        self._start_pool, self._describe, self._patience_s = start_pool, describe or _row_numbers, patience_s
+        self._pool: WorkerPool[T] | None = None
         self._pending: collections.deque[tuple[int, np.ndarray, concurrent.futures.Future[T]]] = collections.deque()
 
     def __iter__(self) -> Iterator[LoadedBatch[T]]:
@@ -129,35 +139,42 @@ class Loader[T]:
 
         Raises:
             Whatever `load_batch` raised, with the batch's rows added. The position stays at that batch.
+            WorkerDied: a worker's process ended by itself.
         """
         if not self._num_workers:
             ids = self._order.rows(self._next, self._batch_size)
-            loaded = LoadedBatch(self._load(self._next, ids), ids, self._next + self._batch_size)
+            try:
+                loaded = LoadedBatch(self._load_batch(ids[self._slice]), ids, self._next + self._batch_size)
+            except Exception as error:
+                raise self._explained(error, self._next, ids) from error.__cause__
             self._next = loaded.next_sample
             return loaded
-        if self._executor is None:
-            self._executor = concurrent.futures.ThreadPoolExecutor(self._num_workers, "data-worker")
+        if self._pool is None:
+            self._pool = self._start_pool(self._load_batch, self._num_workers)
         while len(self._pending) < self._ahead:
-            self._submit(self._executor)
+            self._submit(self._pool)
         first, ids, future = self._pending[0]
         try:
-            batch = future.result()
+            batch = self._wait(future, first, ids)
+        except Exception as error:
+            self.close()
+            raise self._explained(error, first, ids) from error.__cause__
         except BaseException:
             self.close()
             raise
         self._pending.popleft()
         self._next = first + self._batch_size
-        self._submit(self._executor)  # now, so that workers go on while the caller computes
+        self._submit(self._pool)  # now, so that workers go on while the caller computes
         return LoadedBatch(batch, ids, self._next)
 
     def close(self) -> None:
-        """Gives up batches not yet taken and waits until the threads have ended. Iterating again starts anew there."""
+        """Gives up batches not yet taken and waits until the workers have ended. Iterating again starts anew there."""
         for _, _, future in self._pending:
             future.cancel()
         self._pending.clear()
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def __enter__(self) -> "Loader[T]":
         return self
@@ -165,20 +182,30 @@ class Loader[T]:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _submit(self, executor: concurrent.futures.ThreadPoolExecutor) -> None:
+    def _submit(self, pool: WorkerPool[T]) -> None:
         first = self._pending[-1][0] + self._batch_size if self._pending else self._next
         ids = self._order.rows(first, self._batch_size)
-        self._pending.append((first, ids, executor.submit(self._load, first, ids)))
+        self._pending.append((first, ids, pool.submit(ids[self._slice])))
 
-    def _load(self, first: int, ids: np.ndarray) -> T:
-        rows = ids[self._slice]
-        try:
-            return self._load_batch(rows)
-        except UserError:
-            raise  # its text is for the user and names dataset, episode and frame
-        except Exception as error:
-            shown = ", ".join(map(str, rows[:_MAX_NAMED].tolist())) + (", …" if len(rows) > _MAX_NAMED else "")
-            error.add_note(
-                f"while loading the batch of samples {first} to {first + len(ids) - 1} (dataset rows {shown})"
-            )
-            raise
+    def _wait(self, future: concurrent.futures.Future[T], first: int, ids: np.ndarray) -> T:
+        waited_s = 0.0
+        while not concurrent.futures.wait([future], timeout=self._patience_s).done:
+            waited_s += self._patience_s
+            _log.warning("waiting for %.0f s %s", waited_s, self._where(first, ids))
+        return future.result()
+
+    def _where(self, first: int, ids: np.ndarray) -> str:
+        named = self._describe(ids[self._slice])
+        return f"while loading the batch of samples {first} to {first + len(ids) - 1} ({named})"
+
+    def _explained(self, error: Exception, first: int, ids: np.ndarray) -> Exception:
+        if isinstance(error, WorkerDied):
+            return WorkerDied(f"{error} This happened {self._where(first, ids)}.")
+        if not isinstance(error, UserError):  # whose text is for the user and names dataset, episode and frame
+            error.add_note(self._where(first, ids))
+        return error
+
+
+def _row_numbers(rows: np.ndarray) -> str:
+    shown = ", ".join(map(str, rows[:_MAX_NAMED].tolist())) + (", …" if len(rows) > _MAX_NAMED else "")
+    return f"dataset row{'s' if len(rows) > 1 else ''} {shown}"

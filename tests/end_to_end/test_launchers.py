@@ -95,7 +95,8 @@ def test_opt_on_libero(stand_in, config):
     assert started.env["OPENPI_SKIP_IMAGES"] == "right_wrist_0_rgb" and started.env["OPENPI_SKIP_VIDEO_DECODE"] == "1"
     assert "XLA_FLAGS" not in started.env and "JAX_OPTIMIZATION_LEVEL" not in started.env  # no GPU answers here
     # What is not written is not pretended.
-    assert not {"OPENPI_FLASH_ATTN", "OPENPI_FLASH_IMPL", "OPENPI_WORKER_CPU"} & set(started.env)
+    assert started.env["OPENPI_WORKER_CPU"] == "1"
+    assert not {"OPENPI_FLASH_ATTN", "OPENPI_FLASH_IMPL"} & set(started.env)
 
 
 def test_opt_on_other_data_looks_at_the_data(stand_in):

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 
+from openpi_accel.data import now_reading
 from openpi_accel.data.images import decode_image
 from openpi_accel.data.lerobot.image_columns import ImageColumns
 from openpi_accel.data.lerobot.index import Index, starts
@@ -23,6 +24,10 @@ class FrameError(UserError):
     def __init__(self, root: pathlib.Path, row: int, episode: int, frame: int, camera: str, why: str) -> None:
         super().__init__(f"dataset {root}, episode {episode}, frame {frame}, camera {camera}: {why}")
         self.row, self.episode, self.frame, self.camera, self.why = row, episode, frame, camera, why
+        self._arguments = root, row, episode, frame, camera, why
+
+    def __reduce__(self) -> tuple[type["FrameError"], tuple[pathlib.Path, int, int, int, str, str]]:
+        return FrameError, self._arguments
 
 
 class FrameReader:
@@ -85,9 +90,14 @@ class FrameReader:
         frame = row - int(self._index.episode_starts[episode])
         return FrameError(self._root, row, int(self._index.episode_ids[episode]), frame, camera, why)
 
+    def _note(self, row: int) -> None:
+        episode = self._episode_of(row)
+        now_reading.note(int(self._index.episode_ids[episode]), row - int(self._index.episode_starts[episode]))
+
     def _from_images(self, camera: str, rows: np.ndarray) -> list[np.ndarray]:
         frames = []
         for row in rows.tolist():
+            self._note(row)
             data = self.image_bytes(camera, row)
             try:
                 frames.append(decode_image(data))
@@ -108,6 +118,7 @@ class FrameReader:
             except UserError as error:
                 raise self.error(camera, int(rows[mine[0]]), str(error)) from error
             numbers = [first[int(episodes[i])] + int(rows[i] - episode_starts[episodes[i]]) for i in mine]
+            self._note(int(rows[mine[0]]))  # and the following ones, in the same file
             try:
                 found = self._videos.frames(path, numbers)
             except UserError:  # one by one, so that the error names the row
