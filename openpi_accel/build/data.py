@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import pathlib
 import shlex
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from openpi_accel.data.lerobot.dataset import LeRobotDataset, open_dataset
 from openpi_accel.data.lerobot.locate import find_dataset
 from openpi_accel.data.loader import Loader
 from openpi_accel.data.mapping import resolve_mapping
-from openpi_accel.data.norm_stats import load_norm_stats, norm_stats_path
+from openpi_accel.data.norm_stats import NormStats, load_norm_stats, norm_stats_path
 from openpi_accel.data.packed import PackedFrames
 from openpi_accel.data.pipeline import BatchSource, settle_max_token_len
 from openpi_accel.data.rows import name_rows, rows_of_episodes
@@ -89,6 +90,7 @@ def build_source(
     environment: Environment,
     *,
     norm_stats_file: pathlib.Path | None = None,
+    norm_stats: Callable[[int, int], NormStats] | None = None,
 ) -> tuple[TrainConfig, BatchSource]:
     """Opens the dataset and what belongs to it, and settles what the data decides (mapping, prompt length).
 
@@ -97,6 +99,7 @@ def build_source(
         acceleration: which cameras are left out and decoded.
         environment: where files are looked for.
         norm_stats_file: None is the assets folder's.
+        norm_stats: (state dimensions, action dimensions) -> the statistics, instead of a file's.
 
     Raises:
         UserError: something is missing or does not fit; says what to do.
@@ -109,10 +112,11 @@ def build_source(
         vocab_size=config.model.vocab_size,
         allow_truncation=config.data.allow_truncation,
     )
-    command = stats_command(config, str(dataset.root))
-    stats = load_norm_stats(
-        norm_stats_file or norm_stats_path(config.assets_base_dir, config.name, config.asset_id), command=command
-    )
+    if norm_stats is not None:
+        stats = norm_stats(mapping.state_dim, mapping.action_dim)
+    else:
+        path = norm_stats_file or norm_stats_path(config.assets_base_dir, config.name, config.asset_id)
+        stats = load_norm_stats(path, command=stats_command(config, str(dataset.root)))
     max_token_len = settle_max_token_len(dataset, mapping, tokenizer(max_token_len=None), config.model, config.data)
     config = dataclasses.replace(
         config,

@@ -184,6 +184,10 @@ class LeRobotDataset:
         frames = self._frames.read(camera, wanted)
         return [frames[position] for position in back.reshape(-1)]
 
+    def image_bytes(self, camera: str, row: int) -> bytes:
+        """One row's image as it is stored, of a camera kept in parquet. Raises as `frames`."""
+        return self._frames.image_bytes(camera, row)
+
     def codec_of(self, camera: str, row: int = 0) -> str:
         """How one row's frame is encoded, as its bytes say: png, jpeg, av1, h264, …
 

@@ -1,0 +1,10 @@
+"""Times the data plane: python scripts/bench_data.py CONFIG [train options] [--workers 1,2,8] [--batches N] [--json]"""
+
+import os
+import sys
+
+from openpi_accel.cli import run
+from openpi_accel.tools.bench_data import main
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:], os.environ))
