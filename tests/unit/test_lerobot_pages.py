@@ -1,5 +1,6 @@
 """Single values from parquet pages equal Arrow's, for every layout that writers make; memory stays bounded."""
 
+import os
 import pathlib
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from openpi_accel.data.lerobot import image_columns
 from openpi_accel.data.lerobot.image_columns import ImageColumns
 from openpi_accel.data.lerobot.pages import Unsupported, read_page, read_page_table
+from openpi_accel.data.lerobot.segments import Scattered, snappy_layout
 from openpi_accel.errors import UserError
 
 LAYOUTS = {
@@ -74,26 +76,73 @@ def test_nulls(tmp_path: pathlib.Path, layout: str) -> None:
         ImageColumns(tmp_path).read(tmp_path / "a.parquet", "observation.image", [3])
 
 
-def test_a_row_costs_a_page_and_memory_is_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_costs_its_bytes_or_a_page_and_memory_is_bounded(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = images(200, False)
-    write(tmp_path / "a.parquet", values, use_dictionary=False)
-    reads: list[int] = []
+    path = tmp_path / "a.parquet"
+    counts = {"read_page": 0, "read_ranges": 0}
 
-    def counted(path: pathlib.Path, table: object, page: int) -> object:
-        reads.append(page)
-        return read_page(path, table, page)  # type: ignore[arg-type]
+    def count(name: str) -> None:
+        original = getattr(image_columns, name)
 
-    monkeypatch.setattr(image_columns, "read_page", counted)
+        def counted(*arguments: object) -> object:
+            counts[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(image_columns, name, counted)
+
+    for name in counts:
+        count(name)
     monkeypatch.setattr(image_columns, "_read_chunk", None)
-    columns = ImageColumns(tmp_path, max_bytes=20_000)
-    assert columns.read(tmp_path / "a.parquet", "observation.image", [100]) == [values[100]]
-    assert len(reads) == 1
-    assert columns.read(tmp_path / "a.parquet", "observation.image", range(200)) == values
-    in_order = len(reads)
-    assert in_order < 40  # each page once, not each row
-    assert columns._data.size <= 20_000 and 1 < len(columns._data) < 10
+    read: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: read.append(size) or pread(file, size, offset))
+    write(path, values, compression="snappy", use_dictionary=False)
+    columns = ImageColumns(tmp_path, max_layout_bytes=20_000)
+    for _ in range(2):
+        assert columns.read(path, "observation.image", [100]) == [values[100]]
+    assert counts == {"read_page": 0, "read_ranges": 1}
+    assert len(read) == 2 and all(len(values[100]) <= size <= len(values[100]) + 8 for size in read)
+    assert columns.read(path, "observation.image", range(200)) == values
+    assert counts["read_ranges"] < 40 and columns._ranges.size <= 20_000 and len(columns._ranges) > 1
     columns.clear()
-    assert not len(columns._data)
+    assert not len(columns._ranges) and not len(columns._files)
+
+    write(path, values, compression="zstd", use_dictionary=False)
+    columns = ImageColumns(tmp_path, max_bytes=20_000)
+    assert columns.read(path, "observation.image", range(200)) == values
+    assert 1 < counts["read_page"] < 40  # each page once, not each row
+    assert columns._data.size <= 20_000 and 1 < len(columns._data) < 10
+
+
+def test_snappy_streams_of_every_kind() -> None:
+    rng = np.random.default_rng(0)
+    contents = [
+        rng.bytes(200_000),
+        bytes(50_000),  # copies that reach into themselves
+        (rng.bytes(3000) + b"abc" * 20) * 30,
+        b"x",
+        b"".join(rng.bytes(50) + bytes(10) for _ in range(200)),
+    ]
+    for content in contents:
+        data = pa.compress(content, codec="snappy", asbytes=True)
+        layout, file = snappy_layout(data, 1000), bytes(1000) + data
+        assert layout.size == len(content)
+        for _ in range(30):
+            start, end = sorted(rng.integers(0, len(content) + 1, 2).tolist())
+            end = min(end, start + 500)
+            try:
+                ranges = layout.ranges(start, end)
+            except Scattered:
+                continue
+            assert b"".join(file[offset : offset + size] for offset, size in ranges) == content[start:end]
+        with pytest.raises(ValueError, match="past the end"):
+            layout.ranges(0, len(content) + 1)
+        with pytest.raises((ValueError, IndexError)):
+            snappy_layout(data[:-1], 0)
+    with pytest.raises(Scattered):
+        snappy_layout(pa.compress(b"".join(rng.bytes(9) + b"abcdefgh" for _ in range(9000)), "snappy", True), 0)
 
 
 def test_unusual_layouts_go_through_arrow(tmp_path: pathlib.Path) -> None:

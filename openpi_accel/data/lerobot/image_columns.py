@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import os
 import pathlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from openpi_accel.data.lerobot.pages import PageTable, PageValues, Unsupported, read_page, read_page_table
+from openpi_accel.data.lerobot.pages import PageTable, PageValues, Unsupported, read_page, read_page_table, read_ranges
 from openpi_accel.data.lerobot.parquet import explained, open_parquet
+from openpi_accel.data.lerobot.segments import Ranges, Scattered
 from openpi_accel.errors import UserError
+
+_OBJECT_BYTES = 600  # of an entry beside its arrays' content
 
 
 class Cache:
@@ -54,13 +59,23 @@ class Cache:
 class ImageColumns:
     """The bytes of images in parquet files, without holding a whole dataset in memory.
 
-    A row costs one page (about 1 MB); where a file's layout is unusual, one column chunk. The latest used pages and
-    chunks are kept, up to `max_bytes` for all threads together; footers and page tables up to `max_tables` each.
+    A row costs its own bytes, once its page's layout is known, which reads the page (about 1 MB) the first time. Where
+    a page is compressed so that no image is left whole in it, a row costs the page; where a file's layout is unusual,
+    one column chunk. The latest used pages and chunks are kept, up to `max_bytes` for all threads together, layouts up
+    to `max_layout_bytes` (LIBERO's take about 50 MB); footers and page tables up to `max_tables` each.
     """
 
-    def __init__(self, root: pathlib.Path, max_bytes: int = 256 << 20, max_tables: int = 8192) -> None:
+    def __init__(
+        self,
+        root: pathlib.Path,
+        max_bytes: int = 256 << 20,
+        max_layout_bytes: int = 128 << 20,
+        max_tables: int = 8192,
+        max_files: int = 256,
+    ) -> None:
         self._root = root
         self._footers, self._tables, self._data = Cache(max_tables), Cache(max_tables), Cache(max_bytes)
+        self._ranges, self._files = Cache(max_layout_bytes), Cache(max_files)
 
     def read(self, path: pathlib.Path, key: str, rows: Sequence[int] | np.ndarray) -> list[bytes]:
         """The encoded images of column `key` in these rows of one file.
@@ -69,7 +84,7 @@ class ImageColumns:
             UserError: missing file, column, row or image; damaged file.
         """
         footer, starts = self._footers.get(path, lambda: _read_footer(path))
-        leaf = _leaf(path, footer, key)
+        leaf: int = self._tables.get((path, key), lambda: _leaf(path, footer, key))
         images = []
         for row in map(int, rows):
             if not 0 <= row < starts[-1]:
@@ -81,7 +96,7 @@ class ImageColumns:
 
     def clear(self) -> None:
         """Forgets what is kept."""
-        for cache in (self._footers, self._tables, self._data):
+        for cache in (self._footers, self._tables, self._data, self._ranges, self._files):
             cache.clear()
 
     def _by_page(self, path: pathlib.Path, footer: pq.FileMetaData, leaf: int, group: int, at: int) -> bytes | None:
@@ -91,10 +106,15 @@ class ImageColumns:
             with explained(path):
                 table: PageTable = self._tables.get(name, lambda: read_page_table(path, footer, group, leaf))
                 page = int(np.searchsorted(table.starts, at, side="right")) - 1
+                at -= int(table.starts[page])
+                found: Ranges | None = self._ranges.get((*name, page), lambda: _ranges(path, table, page), _ranges_size)
+                if found is not None:
+                    file: _OpenFile = self._files.get(path, lambda: _OpenFile(path))
+                    return found.value(at, file.read)
                 values: PageValues = self._data.get(
                     (*name, page), lambda: read_page(path, table, page), lambda values: values.nbytes
                 )
-                return values.value(at - int(table.starts[page]))
+                return values.value(at)
         except Unsupported:
             return None
         except (ValueError, IndexError) as error:
@@ -118,6 +138,36 @@ class ImageColumns:
         if value is None:
             raise UserError(f"{path}: column {key!r} has no image in row {row}. Fetch the dataset again.")
         return value
+
+
+class _OpenFile:
+    """A file that is closed when nobody reads from it any more."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes of the file.
+
+        Raises:
+            ValueError: it is shorter.
+        """
+        data = os.pread(self._file, size, offset)
+        if len(data) != size:
+            raise ValueError("the file ends within a value")
+        return data
+
+
+def _ranges(path: pathlib.Path, table: PageTable, page: int) -> Ranges | None:
+    try:
+        return read_ranges(path, table, page)
+    except Scattered:
+        return None
+
+
+def _ranges_size(ranges: Ranges | None) -> int:
+    return _OBJECT_BYTES + (ranges.nbytes if ranges is not None else 0)
 
 
 def _read_footer(path: pathlib.Path) -> tuple[pq.FileMetaData, np.ndarray]:

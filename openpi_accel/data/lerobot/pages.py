@@ -14,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from openpi_accel.data.lerobot.segments import Ranges, Scattered, collect, plain_layout, snappy_layout
+
 # Numbers of the format specification (parquet.thrift).
 _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
 _PLAIN, _PLAIN_DICTIONARY, _RLE, _RLE_DICTIONARY = 0, 2, 3, 8
@@ -74,10 +76,14 @@ class PageValues:
     Attributes:
         data: holds the values, each behind its length (4 bytes, little endian).
         places: (num_values,) offset of each value's length in `data`; -1 for a null.
+        page: the page whose content `data` is the end of (the dictionary's, where the page refers to it).
+        start: where in that content `data` begins.
     """
 
     data: memoryview
     places: np.ndarray
+    page: Page
+    start: int
 
     @property
     def nbytes(self) -> int:
@@ -134,29 +140,58 @@ def read_page(path: pathlib.Path, table: PageTable, number: int) -> PageValues:
         Unsupported: an unusual encoding.
         OSError, ValueError, pyarrow.ArrowException: the file is damaged.
     """
-    page = table.pages[number]
-    levels, values = _split(page, _content(path, page, table.codec), table.max_level)
+    page = source = table.pages[number]
+    content = _content(path, page, table.codec)
+    levels, values = _split(page, content, table.max_level)
     there = levels == table.max_level
     count = int(there.sum())
     if page.encoding == _PLAIN:
         data, found = values, _plain_places(values, count)
     elif page.encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY) and table.dictionary is not None:
-        data = _content(path, table.dictionary, table.codec)
+        source = table.dictionary
+        data = content = _content(path, source, table.codec)
         words = _plain_places(data, table.dictionary.num_values)
         found = words[_decode_hybrid(values[1:], values[0], count)] if count else np.zeros(0, np.int64)
     else:
         raise Unsupported(f"encoding {page.encoding}")
     places = np.full(page.num_values, -1, np.int64)
     places[there] = found
-    return PageValues(data, places)
+    return PageValues(data, places, source, content.nbytes - data.nbytes)
 
 
-def _content(path: pathlib.Path, page: Page, codec: str | None) -> memoryview:
+def read_ranges(path: pathlib.Path, table: PageTable, number: int) -> Ranges:
+    """Where the values of one data page lie in the file. Reads the page once.
+
+    Raises:
+        Scattered: the page is compressed in a way that leaves no value whole.
+        As `read_page`.
+    """
+    values = read_page(path, table, number)
+    page = values.page
+    head = page.levels_bytes or 0  # version 2 leaves the levels in front uncompressed
+    if table.codec is None or not page.compressed:
+        head, layout = 0, plain_layout(page.offset, page.num_bytes)
+    elif table.codec == "snappy":
+        layout = snappy_layout(_read(path, page)[head:], page.offset + head)
+    else:
+        raise Scattered
+    words = np.where(values.places < 0, 0, values.places)
+    lengths = np.array([int.from_bytes(values.data[at : at + 4], "little") for at in words.tolist()], np.int64)
+    places = np.where(values.places < 0, -1, values.places + 4 + values.start - head)
+    return collect(layout, places, lengths)
+
+
+def _read(path: pathlib.Path, page: Page) -> bytes:
     with path.open("rb", buffering=0) as file:
         file.seek(page.offset)
         data = file.read(page.num_bytes)
     if len(data) != page.num_bytes:
         raise ValueError("the file ends within a page")
+    return data
+
+
+def _content(path: pathlib.Path, page: Page, codec: str | None) -> memoryview:
+    data = _read(path, page)
     if codec is None or not page.compressed:
         return memoryview(data)
     head = page.levels_bytes or 0  # version 2 leaves the levels in front uncompressed
