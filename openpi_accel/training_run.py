@@ -115,7 +115,8 @@ def _run(
     def save_pictures(batch: Batch) -> None:
         metrics.save_images({slot: np.asarray(image) for slot, image in batch.observation.images.items()})
 
-    with data.loader(start_sample=next_sample) as loader:
+    skipped = {int(sample): why for sample, why in position.skipped} if position is not None else {}
+    with data.loader(start_sample=next_sample, skipped=skipped) as loader:
         try:
             return run(
                 compile_step(training.step, mesh, shardings_of(training.abstract)),
@@ -133,10 +134,13 @@ def _run(
                 metrics,
                 position=position,
                 on_first_batch=save_pictures,
+                skipped=lambda: sorted(dict(loader.skipped).items()),  # a copy: its thread goes on
                 show=jax.process_index() == 0,
             )
         finally:
             metrics.close()
+            if loader.skipped and jax.process_index() == 0:
+                print(f"{len(loader.skipped)} damaged samples were left out; the checkpoint's resume.json lists them")
 
 
 def _describe_data(data: Data, say: Callable[..., None]) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -13,8 +13,9 @@ from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.data.lerobot.dataset import LeRobotDataset, open_dataset
+from openpi_accel.data.lerobot.frames import FrameError
 from openpi_accel.data.lerobot.locate import find_dataset
-from openpi_accel.data.loader import Loader
+from openpi_accel.data.loader import BadSample, Loader
 from openpi_accel.data.mapping import resolve_mapping
 from openpi_accel.data.norm_stats import NormStats, load_norm_stats, norm_stats_path
 from openpi_accel.data.packed import PackedFrames
@@ -22,7 +23,7 @@ from openpi_accel.data.pipeline import BatchSource, settle_max_token_len
 from openpi_accel.data.rows import name_rows, rows_of_episodes
 from openpi_accel.data.stats_command import stats_command
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer
-from openpi_accel.data.validation import DataReport, validate_before_training
+from openpi_accel.data.validation import DataReport, validate_before_training, without_bad_rows
 from openpi_accel.data.worker_pool import ProcessPool, ThreadPool
 from openpi_accel.types import Batch
 
@@ -47,8 +48,8 @@ class Data:
     norm_stats_text: str
     worker_processes: bool = False
 
-    def loader(self, *, start_sample: int = 0) -> Loader[Batch]:
-        """This process's share of the batches, from a position on."""
+    def loader(self, *, start_sample: int = 0, skipped: Mapping[int, str] | None = None) -> Loader[Batch]:
+        """This process's share of the batches, from a position on, without the samples that were skipped before."""
         return Loader(
             RowBatches(self.source, self.rows),
             num_rows=len(self.rows),
@@ -61,6 +62,8 @@ class Data:
             start_sample=start_sample,
             start_pool=ProcessPool if self.worker_processes else ThreadPool,
             describe=self._describe,
+            skip_bad=self.config.data.on_corrupt == "skip",
+            skipped=skipped,
         )
 
     def _describe(self, ids: np.ndarray) -> str:
@@ -80,8 +83,16 @@ class RowBatches:
     rows: np.ndarray
 
     def __call__(self, ids: np.ndarray) -> Batch:
-        """The batch of these positions."""
-        return self.source.load_batch(self.rows[ids])
+        """The batch of these positions.
+
+        Raises:
+            BadSample: a frame cannot be read.
+        """
+        rows = self.rows[ids]
+        try:
+            return self.source.load_batch(rows)
+        except FrameError as error:
+            raise BadSample(int(ids[np.flatnonzero(rows == error.row)[0]]), str(error)) from error
 
 
 def build_source(
@@ -165,7 +176,12 @@ def build_data(config: TrainConfig, acceleration: Acceleration, environment: Env
     """
     config, source = build_source(config, acceleration, environment)
     rows = rows_of_episodes(source.dataset, config.data.episodes)
-    report = validate_before_training(source, rows, command=stats_command(config, str(source.dataset.root)))
+    left_out: list[str] = []
+    if config.data.on_corrupt == "skip":
+        rows, left_out = without_bad_rows(source, rows)
+    report = validate_before_training(
+        source, rows, command=stats_command(config, str(source.dataset.root)), left_out=left_out
+    )
     path = norm_stats_path(config.assets_base_dir, config.name, config.asset_id)
     return Data(
         config=config,

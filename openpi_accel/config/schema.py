@@ -189,6 +189,9 @@ class DataConfig:
     """Train on these episodes alone; None is all of them."""
     packed: str | None = None
     """Folder of the dataset's packed cache, made by scripts/pack_dataset.py; None decodes the dataset's own files."""
+    on_corrupt: Literal["error", "skip"] = "error"
+    """What to do about frames that cannot be read, NaN, or missing task texts: stop, or count, list and leave them
+    out."""
     prefetch_batches: int = 4
     """Batches kept ready ahead of the step."""
 

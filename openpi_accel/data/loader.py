@@ -1,13 +1,15 @@
 """Batches in a fixed order, made ahead by workers (worker_pool.py).
 
-The order is a pure function of (seed, epoch): the same for any number of workers and processes.
+The order is a pure function of (seed, epoch): the same for any number of workers and processes. Where bad samples are
+skipped, each is replaced by the next good one of the epoch's order, so that what a batch holds depends on (seed, epoch)
+and on which samples are bad, and not on when that was found out.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -37,15 +39,33 @@ class SampleOrder:
         self.num_rows, self.seed = num_rows, seed
         self._epochs: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
 
-    def rows(self, first: int, count: int) -> np.ndarray:
-        """The rows of samples first..first+count-1: (count,) int64; goes on into the next epoch."""
+    def rows(self, first: int, count: int, skipped: Collection[int] = ()) -> np.ndarray:
+        """The rows of samples first..first+count-1: (count,) int64; goes on into the next epoch.
+
+        In place of a row that is skipped comes the next one of the epoch's order that is not.
+
+        Raises:
+            UserError: every row is skipped.
+        """
         parts = []
         while count > 0:
             epoch, at = divmod(first, self.num_rows)
-            part = self._epoch(epoch)[at : at + count]
-            parts.append(part)
+            order = self._epoch(epoch)
+            part = order[at : at + count]
+            parts.append(part if not skipped else self._without(skipped, order, at, part))
             first, count = first + len(part), count - len(part)
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _without(self, skipped: Collection[int], order: np.ndarray, at: int, part: np.ndarray) -> np.ndarray:
+        part = part.copy()
+        for i in range(len(part)):
+            step = 0
+            while int(part[i]) in skipped:
+                step += 1
+                if step == self.num_rows:
+                    raise UserError("Every sample is bad: nothing is left to train on. Fetch the dataset again.")
+                part[i] = order[(at + i + step) % self.num_rows]
+        return part
 
     def _epoch(self, epoch: int) -> np.ndarray:
         if epoch not in self._epochs:
@@ -61,7 +81,8 @@ class LoadedBatch[T]:
 
     Attributes:
         batch: this process's share, as `load_batch` made it.
-        sample_ids: (batch_size,) the rows of the global batch, equal in every process.
+        sample_ids: (batch_size,) the rows drawn for the global batch, before bad ones are replaced; equal in every
+            process.
         next_sample: the position to resume from after this batch.
     """
 
@@ -70,11 +91,29 @@ class LoadedBatch[T]:
     next_sample: int
 
 
+class BadSample(UserError):
+    """A sample that cannot be loaded. Raised by `load_batch`; the loader can go on without it.
+
+    Attributes:
+        row: which one, as it was asked for.
+    """
+
+    def __init__(self, row: int, why: str) -> None:
+        super().__init__(why)
+        self.row = row
+
+    def __reduce__(self) -> tuple[type["BadSample"], tuple[int, str]]:
+        return BadSample, (self.row, str(self))
+
+
 class Loader[T]:
     """Endless batches; every row occurs once per epoch, and a batch may span the border of two epochs.
 
     Iterate, and `close` at the end (or use it as a context manager): afterwards no worker is left. One iteration at a
     time.
+
+    Attributes:
+        skipped: row -> why it is left out, of all rows skipped so far.
     """
 
     def __init__(
@@ -91,6 +130,8 @@ class Loader[T]:
         start_pool: Callable[[LoadBatch[T], int], WorkerPool[T]] = ThreadPool,
         describe: Callable[[np.ndarray], str] | None = None,
         patience_s: float = _PATIENCE_S,
+        skip_bad: bool = False,
+        skipped: Mapping[int, str] | None = None,
     ) -> None:
         """Starts nothing yet; the workers start with the iteration.
 
@@ -105,6 +146,8 @@ class Loader[T]:
             start_sample: position to start from, `next_sample` of the last batch when resuming.
             start_pool: starts the workers: ThreadPool or ProcessPool.
             describe: names rows to a person, for messages; None gives their numbers.
+            skip_bad: go on without samples for which load_batch raises BadSample.
+            skipped: rows left out from the start: `skipped` of the run that is resumed.
             patience_s: a batch that takes longer is named in the log.
 
         Raises:
@@ -129,7 +172,8 @@ class Loader[T]:
         self._next = start_sample
         self._start_pool, self._describe, self._patience_s = start_pool, describe or _row_numbers, patience_s
         self._pool: WorkerPool[T] | None = None
-        self._pending: collections.deque[tuple[int, np.ndarray, concurrent.futures.Future[T]]] = collections.deque()
+        self._skip_bad, self.skipped = skip_bad, dict(skipped or {})
+        self._pending: collections.deque[tuple[int, concurrent.futures.Future[T]]] = collections.deque()
 
     def __iter__(self) -> Iterator[LoadedBatch[T]]:
         return self
@@ -141,35 +185,40 @@ class Loader[T]:
             Whatever `load_batch` raised, with the batch's rows added. The position stays at that batch.
             WorkerDied: a worker's process ended by itself.
         """
-        if not self._num_workers:
-            ids = self._order.rows(self._next, self._batch_size)
-            try:
-                loaded = LoadedBatch(self._load_batch(ids[self._slice]), ids, self._next + self._batch_size)
-            except Exception as error:
-                raise self._explained(error, self._next, ids) from error.__cause__
-            self._next = loaded.next_sample
-            return loaded
-        if self._pool is None:
+        if self._num_workers and self._pool is None:
             self._pool = self._start_pool(self._load_batch, self._num_workers)
-        while len(self._pending) < self._ahead:
-            self._submit(self._pool)
-        first, ids, future = self._pending[0]
-        try:
-            batch = self._wait(future, first, ids)
-        except Exception as error:
-            self.close()
-            raise self._explained(error, first, ids) from error.__cause__
-        except BaseException:
-            self.close()
-            raise
-        self._pending.popleft()
+        first, future = self._next, None
+        if self._pool is not None:
+            while len(self._pending) < self._ahead:
+                self._submit(self._pool)
+            first, future = self._pending[0]
+        while True:
+            try:
+                batch = self._load_batch(self._share(first)) if future is None else self._wait(future, first)
+                break
+            except BadSample as error:
+                if not self._skip_bad:
+                    self.close()
+                    raise
+                self.skipped[error.row] = str(error)
+                _log.warning("left out, sample %d of %d: %s", len(self.skipped), self._order.num_rows, error)
+                if self._pool is not None:
+                    future = self._pool.submit(self._share(first))
+            except Exception as error:
+                self.close()
+                raise self._explained(error, first) from error.__cause__
+            except BaseException:
+                self.close()
+                raise
         self._next = first + self._batch_size
-        self._submit(self._pool)  # now, so that workers go on while the caller computes
-        return LoadedBatch(batch, ids, self._next)
+        if self._pool is not None:
+            self._pending.popleft()
+            self._submit(self._pool)  # now, so that workers go on while the caller computes
+        return LoadedBatch(batch, self._order.rows(first, self._batch_size), self._next)
 
     def close(self) -> None:
         """Gives up batches not yet taken and waits until the workers have ended. Iterating again starts anew there."""
-        for _, _, future in self._pending:
+        for _, future in self._pending:
             future.cancel()
         self._pending.clear()
         if self._pool is not None:
@@ -182,27 +231,30 @@ class Loader[T]:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _share(self, first: int) -> np.ndarray:
+        """This process's rows of the batch that begins with sample `first`."""
+        return self._order.rows(first + self._slice.start, self._slice.stop - self._slice.start, self.skipped)
+
     def _submit(self, pool: WorkerPool[T]) -> None:
         first = self._pending[-1][0] + self._batch_size if self._pending else self._next
-        ids = self._order.rows(first, self._batch_size)
-        self._pending.append((first, ids, pool.submit(ids[self._slice])))
+        self._pending.append((first, pool.submit(self._share(first))))
 
-    def _wait(self, future: concurrent.futures.Future[T], first: int, ids: np.ndarray) -> T:
+    def _wait(self, future: concurrent.futures.Future[T], first: int) -> T:
         waited_s = 0.0
         while not concurrent.futures.wait([future], timeout=self._patience_s).done:
             waited_s += self._patience_s
-            _log.warning("waiting for %.0f s %s", waited_s, self._where(first, ids))
+            _log.warning("waiting for %.0f s %s", waited_s, self._where(first))
         return future.result()
 
-    def _where(self, first: int, ids: np.ndarray) -> str:
-        named = self._describe(ids[self._slice])
-        return f"while loading the batch of samples {first} to {first + len(ids) - 1} ({named})"
+    def _where(self, first: int) -> str:
+        last = first + self._batch_size - 1
+        return f"while loading the batch of samples {first} to {last} ({self._describe(self._share(first))})"
 
-    def _explained(self, error: Exception, first: int, ids: np.ndarray) -> Exception:
+    def _explained(self, error: Exception, first: int) -> Exception:
         if isinstance(error, WorkerDied):
-            return WorkerDied(f"{error} This happened {self._where(first, ids)}.")
+            return WorkerDied(f"{error} This happened {self._where(first)}.")
         if not isinstance(error, UserError):  # whose text is for the user and names dataset, episode and frame
-            error.add_note(self._where(first, ids))
+            error.add_note(self._where(first))
         return error
 
 

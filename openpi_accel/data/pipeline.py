@@ -140,7 +140,10 @@ class BatchSource:
             frames = self.dataset.frames(key, rows)
             for slot in (s for s in self.slots if feeds.get(s) == key):
                 for i, frame in enumerate(frames):
-                    images[slot][i] = to_model_image(frame)
+                    try:
+                        images[slot][i] = to_model_image(frame)
+                    except UserError as error:
+                        raise self.dataset.frame_error(key, int(rows[i]), str(error)) from error
         return images, masks
 
 

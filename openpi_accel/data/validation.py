@@ -1,6 +1,7 @@
 """What is looked at before training starts, so that faults of the data show in seconds and not after hours."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from openpi_accel.data.norm_stats import (
     narrow_range_warnings,
 )
 from openpi_accel.data.pipeline import BatchSource
-from openpi_accel.data.rows import numeric_column, reached_rows, require_finite
+from openpi_accel.data.rows import last_row_of_episode, name_rows, numeric_column, reached_rows, require_finite
 from openpi_accel.data.statistics import fingerprint
 from openpi_accel.data.tokenizer import count_too_long, round_up, scan_prompt_lengths, shorten
 from openpi_accel.errors import UserError
@@ -42,12 +43,15 @@ class DataReport:
     warnings: tuple[str, ...]
 
 
-def validate_before_training(source: BatchSource, rows: np.ndarray, *, command: str) -> DataReport:
+def validate_before_training(
+    source: BatchSource, rows: np.ndarray, *, command: str, left_out: Sequence[str] = ()
+) -> DataReport:
     """Reads every number and every prompt that training will use; no image.
 
     Args:
         source: the configured source.
         rows: dataset rows that training draws from (`rows_of_episodes`).
+        left_out: what was skipped (`without_bad_rows`), to be reported with the warnings.
         command: what computes the statistics anew (`stats_command`), for messages.
 
     Raises:
@@ -88,8 +92,39 @@ def validate_before_training(source: BatchSource, rows: np.ndarray, *, command: 
         num_prompts=len(set(prompts)),
         longest_prompt=longest,
         num_clipped_state_values=clipped,
-        warnings=tuple(warnings),
+        warnings=(*left_out, *warnings),
     )
+
+
+def without_bad_rows(source: BatchSource, rows: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """Leaves out what `validate_before_training` would refuse: NaN or infinity in the state or in the actions that the
+    row's chunk reaches, and rows without a prompt.
+
+    Returns:
+        The good rows, and one line for each reason.
+
+    Raises:
+        UserError: no row is left.
+    """
+    dataset, mapping = source.dataset, source.mapping
+    state = numeric_column(dataset, mapping.state_key)
+    actions = np.isfinite(numeric_column(dataset, mapping.action_key)).all(axis=1)
+    ends = last_row_of_episode(dataset.episode_starts, rows) + 1
+    bad_so_far = np.concatenate([[0], np.cumsum(~actions)])
+    reached = bad_so_far[np.minimum(rows + source.horizon, ends)] - bad_so_far[rows]
+    prompts = np.array([bool(task.strip() or source.default_prompt) for task in dataset.task_of(rows)], bool)
+    good, lines = np.ones(len(rows), bool), []
+    for what, fine in (
+        (f"NaN or infinity in {mapping.state_key!r}", np.isfinite(state[rows]).all(axis=1)),
+        (f"NaN or infinity in {mapping.action_key!r} within the chunk", reached == 0),
+        ("no task text", prompts),
+    ):
+        if not fine.all():
+            lines.append(f"{int((~fine).sum())} frames are left out, {what}: {name_rows(dataset, rows[~fine])}.")
+        good &= fine
+    if not good.any():
+        raise UserError(f"{dataset.root}: every frame is bad; nothing is left to train on. {' '.join(lines)}")
+    return rows[good], lines
 
 
 def _check_prompts(source: BatchSource, prompts: list[str], states: np.ndarray) -> tuple[int, str | None]:

@@ -96,6 +96,7 @@ def _pack(folder: pathlib.Path, config: TrainConfig, dataset: Any, planned: Plan
             dataset,
             planned,
             num_workers=config.num_workers,
+            skip_bad=config.data.on_corrupt == "skip",
             on_rows=lambda count: progress.advance(task, count),
         )
     return [list(entry) for entry in manifest.bad]

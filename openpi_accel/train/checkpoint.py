@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,10 +32,12 @@ class Position:
     Attributes:
         next_sample: index of the first sample not yet trained on; None in checkpoints written by upstream.
         unlogged: metric name -> its values in the steps since the last log, so that a resumed mean is the same.
+        skipped: (sample, why) of the samples that the loader has left out so far.
     """
 
     next_sample: int | None
     unlogged: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
+    skipped: Sequence[tuple[int, str]] = ()
 
 
 class TextFilesHandler(ocp.CheckpointHandler):
@@ -194,6 +196,7 @@ def _read_resume(folder: pathlib.Path) -> tuple[Position, Mapping[str, Any] | No
         return Position(next_sample=None), None
     try:
         content = json.loads(path.read_text())
-        return Position(**content["position"]), content["settings"]
+        skipped = tuple((int(sample), str(why)) for sample, why in content["position"].pop("skipped", ()))
+        return Position(**content["position"], skipped=skipped), content["settings"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}). Delete {folder} to resume from an older checkpoint.") from error

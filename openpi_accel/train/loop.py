@@ -5,7 +5,7 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +60,7 @@ def run(
     *,
     position: Position | None = None,
     on_first_batch: Callable[[Any], None] | None = None,
+    skipped: Callable[[], Sequence[tuple[int, str]]] = tuple,
     show: bool = True,
 ) -> RunResult:
     """Trains until num_train_steps, a stop signal, or a non-finite loss.
@@ -77,6 +78,7 @@ def run(
         store: where checkpoints go.
         metrics: where figures go.
         position: of the checkpoint that the run was resumed from.
+        skipped: tells the samples that the loader has left out so far, for the checkpoint.
         on_first_batch: gets the first batch, as the loader gave it.
         show: print progress (process 0).
 
@@ -109,7 +111,12 @@ def run(
                 stopping = bool(stop) or index == config.num_train_steps - 1
                 if stopping or (index % config.save_interval == 0 and index > first_step):
                     watch.read_all()  # nothing is committed before its step is known to be finite
-                    store.save(index, state, Position(next_sample=item.host.next_sample, unlogged=watch.unlogged()))
+                    next_sample = item.host.next_sample
+                    store.save(
+                        index,
+                        state,
+                        Position(next_sample=next_sample, unlogged=watch.unlogged(), skipped=tuple(skipped())),
+                    )
                     metrics.save_loss_curve()
                 if stopping:
                     break

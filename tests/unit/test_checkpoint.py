@@ -111,7 +111,7 @@ def test_what_we_write_has_upstream_s_tree_to_the_last_key(shared: pathlib.Path,
 def test_round_trip_and_layout(tmp_path: pathlib.Path, ema_decay: float | None) -> None:
     state = a_state(ema_decay)
     store = CheckpointStore(tmp_path, assets={"me/robot/norm_stats.json": '{"norm_stats": 1}'}, settings={"x": (1, 2)})
-    position = Position(next_sample=123, unlogged={"loss": [0.1, 1 / 3]})
+    position = Position(next_sample=123, unlogged={"loss": [0.1, 1 / 3]}, skipped=((7, "damaged"),))
     store.save(4, state, position)
     store.wait()
     assert committed_steps(tmp_path) == [4]

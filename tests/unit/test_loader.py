@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from openpi_accel.data.loader import LoadedBatch, Loader, SampleOrder, epoch_order
+from openpi_accel.data.loader import BadSample, LoadedBatch, Loader, SampleOrder, epoch_order
 from openpi_accel.errors import UserError
 
 ORDER_42_0 = [0, 1, 4, 2, 6, 5, 7, 3]
@@ -155,3 +155,67 @@ def test_batches_that_cannot_be() -> None:
     with pytest.raises(UserError, match="more than the 3 frames .* Use fewer processes"):
         Loader(same, 3, 4, 0, process_count=4)
     assert len(next(Loader(same, 12, 12, 0, num_workers=0)).sample_ids) == 12
+
+
+class Damaged:
+    """Rows that cannot be loaded; tells how often each was tried."""
+
+    def __init__(self, bad: set[int]) -> None:
+        self.bad, self.tried = bad, []
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray:
+        for row in rows.tolist():
+            if row in self.bad:
+                self.tried.append(row)
+                raise BadSample(row, f"row {row} is damaged")
+        return rows
+
+
+def expected_with_skips(bad: set[int], num_rows: int, seed: int, count: int) -> list[int]:
+    """Slowly: each bad row of an epoch's order gives way to the next good one, cyclically."""
+    rows: list[int] = []
+    for epoch in range(-(-count // num_rows)):
+        order = epoch_order(seed, epoch, num_rows).tolist()
+        for at in range(num_rows):
+            while order[at % num_rows] in bad:
+                at += 1
+            rows.append(order[at % num_rows])
+    return rows[:count]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_bad_samples_are_an_error_or_replaced(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    bad = {2, 3, 11}
+    with Loader(Damaged(bad), 23, 6, 3, num_workers=num_workers) as loader, pytest.raises(BadSample, match="damaged"):
+        for _ in range(4):
+            next(loader)
+    load = Damaged(bad)
+    with Loader(load, 23, 6, 3, num_workers=num_workers, skip_bad=True) as loader:
+        found = [next(loader) for _ in range(12)]
+    assert np.concatenate([batch.batch for batch in found]).tolist() == expected_with_skips(bad, 23, 3, 72)
+    assert np.concatenate([batch.sample_ids for batch in found]).tolist() == SampleOrder(23, 3).rows(0, 72).tolist()
+    assert loader.skipped == {row: f"row {row} is damaged" for row in bad}
+    assert sum("left out" in text for text in caplog.messages) >= 3
+    assert not workers()
+
+
+def test_a_resumed_run_and_every_process_skip_alike() -> None:
+    bad = {2, 3, 11}
+    expected = expected_with_skips(bad, 23, 3, 72)
+    load = Damaged(bad)
+    skipped = dict.fromkeys(bad, "known")
+    with Loader(load, 23, 6, 3, num_workers=2, skip_bad=True, skipped=skipped, start_sample=30) as loader:
+        assert np.concatenate([next(loader).batch for _ in range(7)]).tolist() == expected[30:]
+    assert load.tried == []  # known ones are not tried again
+    for process in range(2):
+        with Loader(Damaged(bad), 23, 6, 3, process_index=process, process_count=2, skip_bad=True) as loader:
+            found = [next(loader).batch.tolist() for _ in range(12)]
+        assert found == [expected[6 * i + 3 * process :][:3] for i in range(12)]
+
+
+def test_nothing_but_bad_samples() -> None:
+    with (
+        Loader(Damaged(set(range(5))), 5, 2, 0, skip_bad=True) as loader,
+        pytest.raises(UserError, match="Every sample is bad"),
+    ):
+        next(loader)

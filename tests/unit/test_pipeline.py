@@ -10,6 +10,7 @@ import pytest
 from openpi_accel.config.presets import get_preset
 from openpi_accel.config.schema import CameraKeys, DataConfig, ModelConfig
 from openpi_accel.data.lerobot.dataset import open_dataset
+from openpi_accel.data.lerobot.frames import FrameError
 from openpi_accel.data.mapping import resolve_mapping
 from openpi_accel.data.norm_stats import ComputedFor, NormStats, Statistics, load_norm_stats
 from openpi_accel.data.pipeline import BatchSource, settle_max_token_len
@@ -17,7 +18,7 @@ from openpi_accel.data.resize import resize_with_pad
 from openpi_accel.data.rows import reached_rows, rows_of_episodes
 from openpi_accel.data.statistics import fingerprint
 from openpi_accel.data.tokenizer import PromptTokenizer
-from openpi_accel.data.validation import validate_before_training
+from openpi_accel.data.validation import validate_before_training, without_bad_rows
 from openpi_accel.errors import UserError
 from tests.data_fakes import FakeDataset, unit_stats, write_tokenizer
 
@@ -384,3 +385,33 @@ def test_recorded_demonstrations_through_key_mapping(shared, repo, tokenizer_pat
     assert batch.observation.images["base_0_rgb"].mean() > 10
     first = resize_with_pad(expected["first_frame/observation.images.image"])
     np.testing.assert_array_equal(batch.observation.images["base_0_rgb"][0], first)
+
+
+def test_bad_rows_are_left_out_on_request(make):
+    dataset = FakeDataset((6, 4, 3), tasks=("lift", "", "open"))
+    dataset.columns["observation.state"][1, 2] = np.nan
+    dataset.columns["action"][5, 0] = np.inf  # the end of episode 0: chunks of 4 from frame 2 on reach it
+    source = make(dataset)
+    rows, lines = without_bad_rows(source, np.arange(13))
+    assert rows.tolist() == [0, 10, 11, 12]
+    assert [line.split(":")[0] for line in lines] == [
+        "1 frames are left out, NaN or infinity in 'observation.state'",
+        "4 frames are left out, NaN or infinity in 'action' within the chunk",
+        "4 frames are left out, no task text",
+    ]
+    assert "episode 0 frame 1" in lines[0]
+    source.load_batch(rows)
+    dataset.columns["action"][:] = np.nan
+    with pytest.raises(UserError, match="every frame is bad"):
+        without_bad_rows(source, np.arange(13))
+    clean = make(FakeDataset())
+    assert without_bad_rows(clean, np.arange(8))[1] == []
+
+
+def test_a_frame_of_another_shape_is_named(make):
+    dataset = FakeDataset()
+    dataset.frames = lambda camera, rows: [np.zeros((8, 8, 1), np.uint8) for _ in rows]
+    dataset.frame_error = lambda camera, row, why: FrameError(dataset.root, row, 0, row, camera, why)
+    with pytest.raises(FrameError, match=r"frame 2, camera .*three channels") as caught:
+        make(dataset).load_batch(np.array([2]))
+    assert caught.value.row == 2

@@ -138,7 +138,7 @@ def test_what_goes_wrong_in_a_worker_is_told(row, kind, message):
 def test_a_dead_worker_is_told_with_the_batch():
     rows = np.array([4, 0])
     with Loader(misbehave, 2, 2, 0, num_workers=1, start_pool=ProcessPool, describe=lambda ids: "episode 7") as loader:
-        loader._order.rows = lambda first, count: rows
+        loader._order.rows = lambda *arguments: rows
         with pytest.raises(WorkerDied, match=r"samples 0 to 1 \(episode 7\)"):
             next(loader)
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_loaded_there_is_told():
 
 def test_closing_does_not_wait_for_a_worker_that_hangs(caplog):
     loader = Loader(misbehave, 1, 1, 0, num_workers=1, start_pool=ProcessPool, patience_s=0.2)
-    loader._order.rows = lambda first, count: np.array([6])
+    loader._order.rows = lambda *arguments: np.array([6])
     pool = loader._pool = ProcessPool(misbehave, 1)
     future = pool.submit(np.array([6]))
     with pytest.raises(TimeoutError):
@@ -185,7 +185,7 @@ from tests.pool_jobs import echo, misbehave
 busy = sys.argv[1] == "busy"
 loader = Loader(misbehave if busy else echo, 8, 2, 0, num_workers=2, start_pool=ProcessPool)
 if busy:
-    loader._order.rows = lambda first, count: np.array([6])
+    loader._order.rows = lambda *arguments: np.array([6])
 with loader:
     if busy:
         loader._pool = ProcessPool(misbehave, 2)
