@@ -35,7 +35,12 @@ def draw_noise_time(
 
 
 def flow_matching_loss(
-    model: VelocityModel, obs: Observation, actions: jax.Array, noise: jax.Array, time: jax.Array
+    model: VelocityModel,
+    obs: Observation,
+    actions: jax.Array,
+    noise: jax.Array,
+    time: jax.Array,
+    weights: jax.Array | None = None,
 ) -> jax.Array:
     """Squared error of the velocity, averaged over the E action dimensions.
 
@@ -43,13 +48,28 @@ def flow_matching_loss(
         model: gives the velocity.
         obs: images float32 in [-1, 1].
         actions, noise: B A E; time: B.
+        weights: B A E of every squared error (`loss_weights`); None weighs all alike.
 
     Returns:
         B A float32.
     """
     t = time[:, None, None]
     predicted = model.velocity(obs, t * noise + (1 - t) * actions, time)
-    return jnp.mean(jnp.square(predicted - (noise - actions)), axis=-1)
+    errors = jnp.square(predicted - (noise - actions))
+    return jnp.mean(errors if weights is None else errors * weights, axis=-1)
+
+
+def loss_weights(action_mask: jax.Array | None) -> jax.Array | None:
+    """Weights of mean 1, so that the mean of the weighted errors is the mean over what counts. None for no mask.
+
+    Args:
+        action_mask: B A E bool, of the whole batch. Where nothing counts, all weights are 0.
+    """
+    if action_mask is None:
+        return None
+    mask = action_mask.astype(jnp.float32)
+    share = jnp.mean(mask)
+    return mask / jnp.where(share > 0, share, 1.0)
 
 
 def make_loss_fn(bind: Callable[[Params], VelocityModel], augment_fn: AugmentFn) -> LossFn:
@@ -67,6 +87,7 @@ def make_loss_fn(bind: Callable[[Params], VelocityModel], augment_fn: AugmentFn)
         preprocess_rng, noise_rng, time_rng = jax.random.split(step_rng, 3)
         obs = dataclasses.replace(batch.observation, images=augment_fn(preprocess_rng, batch.observation.images))
         noise, time = draw_noise_time(noise_rng, time_rng, batch.actions.shape)
-        return jnp.mean(flow_matching_loss(bind(params), obs, batch.actions, noise, time))
+        weights = loss_weights(batch.action_mask)
+        return jnp.mean(flow_matching_loss(bind(params), obs, batch.actions, noise, time, weights))
 
     return loss_fn

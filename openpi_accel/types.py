@@ -36,10 +36,17 @@ class Observation:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One training batch: an observation and its action chunk, B A E float32, normalised and zero-padded."""
+    """One training batch.
+
+    Attributes:
+        observation: what the model sees.
+        actions: B A E float32, normalised and zero-padded.
+        action_mask: B A E bool, False where the loss does not count; None where all of it counts.
+    """
 
     observation: Observation
     actions: jax.Array
+    action_mask: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -146,6 +146,7 @@ def build_source(
         skip_images=acceleration.skip_images,
         only_consumed=acceleration.skip_video_decode,
         packed=_open_packed(config, dataset),
+        loss=config.loss,
     )
     return config, source
 

@@ -197,6 +197,16 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What the loss leaves out. Upstream leaves out nothing; the mean is over what counts."""
+
+    mask_padded_steps: bool = False
+    """Leave out the steps of an action chunk that lie past the episode's end, where the last action repeats."""
+    mask_padded_dims: bool = False
+    """Leave out the action dimensions that the dataset does not have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """Linear warm-up, then cosine decay; the warm-up counts into decay_steps."""
 
@@ -261,6 +271,7 @@ class TrainConfig:
     weight_loader: WeightLoaderConfig = dataclasses.field(default_factory=WeightLoaderConfig)
     lr_schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     remat: RematConfig = dataclasses.field(default_factory=RematConfig)
     ema_decay: float | None = 0.99
     """Decay of the averaged parameters; None turns the average off."""

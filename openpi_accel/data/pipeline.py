@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from openpi_accel.config.schema import AUTO, CAMERA_SLOTS, IMAGE_SIZE, DataConfig, ModelConfig
+from openpi_accel.config.schema import AUTO, CAMERA_SLOTS, IMAGE_SIZE, DataConfig, LossConfig, ModelConfig
 from openpi_accel.data.lerobot.dataset import LeRobotDataset
 from openpi_accel.data.mapping import DataMapping
 from openpi_accel.data.norm_stats import NormStats
@@ -36,6 +36,7 @@ class BatchSource:
         skip_images: tuple[str, ...] = (),
         only_consumed: bool = False,
         packed: PackedFrames | None = None,
+        loss: LossConfig = LossConfig(),  # noqa: B008  # frozen
     ) -> None:
         """Checks that the parts fit; reads no frame.
 
@@ -49,6 +50,7 @@ class BatchSource:
             skip_images: slots to leave out of the batches, or ("auto",) for every slot that no camera feeds.
             only_consumed: False decodes every camera of the dataset and throws away what the model does not take, as
                 upstream does; True decodes the mapped cameras alone. The batches are equal.
+            loss: what the loss leaves out; by default nothing, and batches have no action_mask.
             packed: take the frames from this cache of the dataset; nothing is decoded then, and the batches are equal.
 
         Raises:
@@ -67,7 +69,7 @@ class BatchSource:
         )
         self.slots = _kept_slots(mapping, skip_images)
         fed = set(mapping.cameras.as_dict().values())
-        self._packed = packed
+        self._packed, self._loss = packed, loss
         self._decoded = tuple(key for key in dataset.cameras if not only_consumed or key in fed)
         self._encoded_prompts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -78,14 +80,15 @@ class BatchSource:
             rows: B dataset rows, in any order.
 
         Returns:
-            images B 224 224 3 uint8 per slot, masks B, state B E, prompt B L, actions B A E.
+            images B 224 224 3 uint8 per slot, masks B, state B E, prompt B L, actions B A E; action_mask where the loss
+            leaves something out.
 
         Raises:
             UserError: NaN or infinity (names dataset, episode and frame), a prompt too long, a row without task text.
         """
         rows = np.asarray(rows)
         state = numeric_column(self.dataset, self.mapping.state_key)[rows]
-        actions, _ = self.dataset.chunk(self.mapping.action_key, rows, self.horizon)
+        actions, is_pad = self.dataset.chunk(self.mapping.action_key, rows, self.horizon)
         if not (np.isfinite(state).all() and np.isfinite(actions).all()):
             require_finite(self.dataset, self.mapping.state_key, np.sort(rows))
             reached = reached_rows(self.dataset.episode_starts, rows, self.horizon)
@@ -101,7 +104,22 @@ class BatchSource:
             tokenized_prompt_mask=token_mask,  # type: ignore[arg-type]
         )
         padded_actions = self.numbers.pad(self.numbers.normalize_actions(actions, state))
-        return Batch(observation=observation, actions=padded_actions)  # type: ignore[arg-type]
+        return Batch(
+            observation=observation,
+            actions=padded_actions,  # type: ignore[arg-type]
+            action_mask=self._action_mask(is_pad, padded_actions.shape),  # type: ignore[arg-type]
+        )
+
+    def _action_mask(self, is_pad: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
+        """B A E: which numbers of the action chunk count in the loss; None for all."""
+        if self._loss == LossConfig():
+            return None
+        mask = np.ones(shape, bool)
+        if self._loss.mask_padded_steps:
+            mask &= ~is_pad[:, :, None]
+        if self._loss.mask_padded_dims:
+            mask[:, :, self.numbers.action_dim :] = False
+        return mask
 
     def prompts(self, rows: np.ndarray) -> list[str]:
         """The task text of each row, or the default prompt where there is none.
