@@ -186,7 +186,11 @@ class Parity:
                 if name in self.golden:
                     yield Leaf(f"{name} (drawn)", np.asarray(drawn), self.golden[name], "drawn")
         if "fwd/loss" in self.golden:
-            loss, _ = self.loss_and_grads
+            # The backward pass is compiled only for a golden that has gradients.
+            if self.golden.under("grads"):
+                loss, _ = self.loss_and_grads
+            else:
+                loss = jax.jit(self._loss)(self.params, to_float(self.obs.images))
             yield from self._with_mean("fwd/loss", loss)
         if "train_loss_augmented" in self.golden:
             yield from self._with_mean("train_loss_augmented", jax.jit(self._loss)(self.params, self.augmented))
