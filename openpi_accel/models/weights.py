@@ -13,11 +13,13 @@ from openpi_accel.types import Params
 
 _ROOT = "params/"
 _FETCH = (
-    "Fetch pi0.5's base weights (public) with\n"
+    "Fetch pi0.5's base weights (public, 12 GB) with\n"
     "    gcloud storage cp -r gs://openpi-assets/checkpoints/pi05_base/params DIR/pi05_base/\n"
     "(or gsutil -m cp -r with the same arguments), then set BASE_CHECKPOINT_PATH=DIR/pi05_base/params "
-    "(or pass --weight-loader.params-path=DIR/pi05_base/params)."
+    "(or pass --weight-loader.params-path=DIR/pi05_base/params). To train from fresh weights on purpose, pass "
+    "--weight-loader.params-path=None."
 )
+_ADDRESS = "gs://"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,14 +37,24 @@ class WeightsReport:
     unexpected: tuple[str, ...]
 
 
-def find_params_folder(path: str | pathlib.Path) -> pathlib.Path:
+def find_params_folder(path: str | pathlib.Path, data_home: pathlib.Path | None = None) -> pathlib.Path:
     """The folder of the parameter tree: `path` itself, or params/ in it.
 
+    Args:
+        path: a folder, or the gs:// address of public weights, which are then looked for where upstream keeps its
+            downloads: gs://bucket/x is <data_home>/bucket/x. Nothing is downloaded.
+        data_home: OPENPI_DATA_HOME.
+
     Raises:
-        UserError: there is none, or the path is a gs:// address.
+        UserError: there is none.
     """
-    if str(path).startswith("gs://"):
-        raise UserError(f"{path} is an address, and training never downloads. {_FETCH}")
+    if str(path).startswith(_ADDRESS):
+        if data_home is None:
+            raise UserError(f"{path} is an address, and training never downloads. {_FETCH}")
+        local = data_home / str(path).removeprefix(_ADDRESS)
+        if not local.is_dir():
+            raise UserError(f"The base weights {path} are not on this machine (looked in {local}). {_FETCH}")
+        path = local
     folder = pathlib.Path(path).expanduser()
     for candidate in (folder, folder / "params"):
         if is_tree_folder(candidate):

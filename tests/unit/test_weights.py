@@ -128,3 +128,13 @@ def test_a_damaged_checkpoint_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match="damaged or incomplete"):
         load_base_params(folder, shapes_of(small_params()), never)
     gc.collect()
+
+
+def test_a_public_address_is_looked_for_among_upstreams_downloads(tmp_path):
+    address = "gs://openpi-assets/checkpoints/pi05_base/params"
+    with pytest.raises(UserError, match=r"looked in .*openpi-assets/checkpoints/pi05_base/params"):
+        find_params_folder(address, tmp_path)
+    folder = tmp_path / "openpi-assets/checkpoints/pi05_base/params"
+    folder.mkdir(parents=True)
+    (folder / "_METADATA").write_text("{}")
+    assert find_params_folder(address, tmp_path) == folder
