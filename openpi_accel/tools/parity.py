@@ -103,8 +103,8 @@ class Parity:
         _, noise_rng, time_rng = jax.random.split(self.golden.key(), 3)
         return draw_noise_time(noise_rng, time_rng, self.actions.shape)
 
-    def _loss(self, params: Params, images: dict[str, jax.Array]) -> jax.Array:
-        noise, time = self.noise_time
+    def _loss(self, params: Params, images: dict[str, jax.Array], noise_time: tuple[jax.Array, jax.Array]) -> jax.Array:
+        noise, time = noise_time
         obs = dataclasses.replace(self.obs, images=images)
         return flow_matching_loss(self.bind(params), obs, self.actions, noise, time)
 
@@ -124,9 +124,11 @@ class Parity:
     @functools.cached_property
     def loss_and_grads(self) -> tuple[jax.Array, Params]:
         """Loss B A and the gradient of its mean, without augmentation."""
+        # Evaluated here, not under the trace, where the cache would keep a tracer.
+        noise_time = self.noise_time
 
         def mean_loss(params: Params) -> tuple[jax.Array, jax.Array]:
-            loss = self._loss(params, to_float(self.obs.images))
+            loss = self._loss(params, to_float(self.obs.images), noise_time)
             return jnp.mean(loss), loss
 
         (_, loss), grads = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(self.params)
@@ -190,10 +192,12 @@ class Parity:
             if self.golden.under("grads"):
                 loss, _ = self.loss_and_grads
             else:
-                loss = jax.jit(self._loss)(self.params, to_float(self.obs.images))
+                loss = jax.jit(self._loss)(self.params, to_float(self.obs.images), self.noise_time)
             yield from self._with_mean("fwd/loss", loss)
         if "train_loss_augmented" in self.golden:
-            yield from self._with_mean("train_loss_augmented", jax.jit(self._loss)(self.params, self.augmented))
+            yield from self._with_mean(
+                "train_loss_augmented", jax.jit(self._loss)(self.params, self.augmented, self.noise_time)
+            )
 
     def _with_mean(self, name: str, loss: jax.Array) -> Iterator[Leaf]:
         for leaf in self._compare(name, loss, "loss"):

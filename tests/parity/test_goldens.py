@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from openpi_accel.tools.golden import load_golden
-from openpi_accel.tools.parity import GROUPS, GroupResult, Parity
+from openpi_accel.tools.parity import GROUPS, Parity
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 CUT, WHOLE = REPO / "tests" / "data" / "goldens", REPO.parent / "shared" / "goldens"
@@ -33,22 +33,20 @@ def _parity(*files: pathlib.Path) -> Parity:
     return Parity(load_golden(files))
 
 
-def _check(result: GroupResult, absent: set[str]) -> None:
-    assert result.status == ("absent" if result.group in absent else "ok"), result
-
-
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("name", CUT_GOLDENS)
 def test_cut_golden(name: str, group: str) -> None:
     files, absent = CUT_GOLDENS[name]
-    _check(_parity(*(CUT / f"{file}.npz" for file in files)).run(group), absent)
+    result = _parity(*(CUT / f"{file}.npz" for file in files)).run(group)
+    assert result.status == ("absent" if group in absent else "ok"), result
 
 
 @pytest.mark.shared
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("name", WHOLE_GOLDENS)
 def test_whole_golden(name: str, group: str) -> None:
-    _check(_parity(WHOLE / f"{name}.npz").run(group), WHOLE_GOLDENS[name])
+    result = _parity(WHOLE / f"{name}.npz").run(group)
+    assert result.status == ("absent" if group in WHOLE_GOLDENS[name] else "ok"), result
 
 
 def test_cut_goldens_miss_no_group() -> None:
