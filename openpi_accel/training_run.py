@@ -11,6 +11,7 @@ import numpy as np
 
 from openpi_accel.build.data import Data, build_data
 from openpi_accel.build.training import Training, build_training
+from openpi_accel.build.validation import build_validation
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
@@ -134,6 +135,7 @@ def _run(
                 metrics,
                 position=position,
                 on_first_batch=save_pictures,
+                validation=build_validation(data, mesh),
                 skipped=lambda: sorted(dict(loader.skipped).items()),  # a copy: its thread goes on
                 show=jax.process_index() == 0,
             )
@@ -149,6 +151,9 @@ def _describe_data(data: Data, say: Callable[..., None]) -> None:
         f"dataset: {dataset.root} (LeRobot {dataset.version}, {dataset.num_episodes} episodes, "
         f"{report.num_frames} frames in use, {dataset.fps:g} fps)"
     )
+    if len(data.val_rows):
+        held_out = len(np.unique(dataset.episode_of(data.val_rows)))
+        say(f"  {held_out} episodes ({len(data.val_rows)} frames) are held out for the validation loss")
     for note in data.source.mapping.notes:
         say(f"  {note}")
     feeds = config.data.cameras.as_dict()

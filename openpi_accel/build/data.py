@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from openpi_accel.data.mapping import resolve_mapping
 from openpi_accel.data.norm_stats import NormStats, load_norm_stats, norm_stats_path
 from openpi_accel.data.packed import PackedFrames
 from openpi_accel.data.pipeline import BatchSource, settle_max_token_len
-from openpi_accel.data.rows import name_rows, rows_of_episodes
+from openpi_accel.data.rows import hold_out, name_rows, rows_of_episodes
 from openpi_accel.data.stats_command import stats_command
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer
 from openpi_accel.data.validation import DataReport, validate_before_training, without_bad_rows
@@ -36,6 +36,7 @@ class Data:
         config: the run's config with everything that the data decides filled in.
         source: makes batches of dataset rows.
         rows: the rows that training draws from.
+        val_rows: the rows of held-out episodes.
         report: what the check before training found.
         norm_stats_text: the statistics file, to be stored with the checkpoints.
         worker_processes: workers are processes of their own.
@@ -44,6 +45,7 @@ class Data:
     config: TrainConfig
     source: BatchSource
     rows: np.ndarray
+    val_rows: np.ndarray
     report: DataReport
     norm_stats_text: str
     worker_processes: bool = False
@@ -65,6 +67,28 @@ class Data:
             skip_bad=self.config.data.on_corrupt == "skip",
             skipped=skipped,
         )
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """This process's share of each held-out batch: the same samples every time, drawn evenly by the seed.
+
+        The last batch is filled up with samples that were there before.
+        """
+        size = self.config.batch_size
+        rows = np.resize(self.val_rows, max(len(self.val_rows), size))
+        with Loader(
+            RowBatches(self.source, rows),
+            num_rows=len(rows),
+            batch_size=size,
+            seed=self.config.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            num_workers=max(1, self.config.num_workers),
+            prefetch_batches=1,
+            describe=lambda ids: name_rows(self.source.dataset, rows[ids]),
+            skip_bad=self.config.data.on_corrupt == "skip",
+        ) as loader:
+            for _ in range(min(self.config.val_batches, -(-len(rows) // size))):
+                yield next(loader).batch
 
     def _describe(self, ids: np.ndarray) -> str:
         return f"{self.source.dataset.root}, {name_rows(self.source.dataset, self.rows[ids])}"
@@ -180,6 +204,7 @@ def build_data(config: TrainConfig, acceleration: Acceleration, environment: Env
     left_out: list[str] = []
     if config.data.on_corrupt == "skip":
         rows, left_out = without_bad_rows(source, rows)
+    train_rows, val_rows = hold_out(source.dataset, rows, config.data.val_fraction, config.seed)
     report = validate_before_training(
         source, rows, command=stats_command(config, str(source.dataset.root)), left_out=left_out
     )
@@ -187,7 +212,8 @@ def build_data(config: TrainConfig, acceleration: Acceleration, environment: Env
     return Data(
         config=config,
         source=source,
-        rows=rows,
+        rows=train_rows,
+        val_rows=val_rows,
         report=report,
         norm_stats_text=path.read_text(),
         worker_processes=acceleration.worker_cpu,

@@ -187,6 +187,8 @@ class DataConfig:
     """SentencePiece model file; None looks for PaliGemma's below OPENPI_DATA_HOME and in the Hub cache."""
     episodes: tuple[int, ...] | None = None
     """Train on these episodes alone; None is all of them."""
+    val_fraction: float = 0.0
+    """Hold this share of the episodes out of training, chosen by the seed, and log the loss on them."""
     packed: str | None = None
     """Folder of the dataset's packed cache, made by scripts/pack_dataset.py; None decodes the dataset's own files."""
     on_corrupt: Literal["error", "skip"] = "error"
@@ -290,6 +292,10 @@ class TrainConfig:
     """Steps between rows of metrics.jsonl."""
     save_interval: int = 1000
     """Steps between checkpoints; the last step is always saved."""
+    val_interval: int = 1000
+    """Steps between two measurements of the loss on held-out episodes (--data.val-fraction)."""
+    val_batches: int = 8
+    """Batches of one such measurement, at most: always the same samples."""
     keep_period: int | None = 5000
     """Checkpoints at multiples of this step are never deleted."""
     fsdp_devices: int = 1
@@ -313,6 +319,11 @@ class TrainConfig:
         for field in ("batch_size", "num_train_steps", "log_interval", "save_interval", "fsdp_devices"):
             if getattr(self, field) < 1:
                 raise UserError(f"--{field.replace('_', '-')} is {getattr(self, field)}; it must be at least 1.")
+        if not 0 <= self.data.val_fraction < 1 or self.val_interval < 1 or self.val_batches < 1:
+            raise UserError(
+                f"--data.val-fraction is {self.data.val_fraction}, --val-interval {self.val_interval}, --val-batches "
+                f"{self.val_batches}; the first must be at least 0 and below 1, the others at least 1."
+            )
         if self.num_workers < 0:
             raise UserError(f"--num-workers is {self.num_workers}; it must be 0 or more.")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:

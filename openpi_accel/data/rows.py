@@ -11,6 +11,7 @@ from openpi_accel.data.lerobot.dataset import LeRobotDataset
 from openpi_accel.errors import UserError
 
 _MAX_NAMED = 5
+_HOLD_OUT = 0x76616C  # sets this random stream apart from the sample order's
 
 
 def numeric_column(dataset: LeRobotDataset, key: str) -> np.ndarray:
@@ -37,6 +38,33 @@ def rows_of_episodes(dataset: LeRobotDataset, episodes: Sequence[int] | None) ->
     starts = dataset.episode_starts
     chosen = sorted({positions[number] for number in episodes})
     return np.concatenate([np.arange(starts[position], starts[position + 1]) for position in chosen])
+
+
+def hold_out(dataset: LeRobotDataset, rows: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Divides rows by whole episodes: those to train on, and those held out. A function of (rows' episodes, seed).
+
+    Args:
+        rows: ascending.
+        fraction: of the episodes; at least one is held out where it is above 0.
+        seed: which ones.
+
+    Raises:
+        UserError: no episode would be left to train on.
+    """
+    if not fraction:
+        return rows, rows[:0]
+    episodes = dataset.episode_of(rows)
+    numbers = np.unique(episodes)
+    count = max(1, round(fraction * len(numbers)))
+    if count >= len(numbers):
+        raise UserError(
+            f"--data.val-fraction={fraction} holds out {count} of {len(numbers)} episodes, and none is left to train "
+            "on. Give a smaller fraction, or more episodes."
+        )
+    # Raw Philox output, as in the sample order: guaranteed to stay the same in future releases of numpy.
+    bits = np.random.Philox(np.random.SeedSequence([seed, _HOLD_OUT])).random_raw(dataset.num_episodes)
+    held_out = np.isin(episodes, numbers[np.argsort(bits[numbers], kind="stable")[:count]])
+    return rows[~held_out], rows[held_out]
 
 
 def last_row_of_episode(episode_starts: np.ndarray, rows: np.ndarray) -> np.ndarray:

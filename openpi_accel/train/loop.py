@@ -18,6 +18,7 @@ from openpi_accel.train.metrics import MetricsWriter
 from openpi_accel.train.prefetch import DevicePrefetcher, LoadedBatch
 from openpi_accel.train.progress import ProgressReport
 from openpi_accel.train.step import Step
+from openpi_accel.train.validation import Validation
 from openpi_accel.train.watch import LoopConfig, StepWatch
 from openpi_accel.types import TrainState
 
@@ -60,6 +61,7 @@ def run(
     *,
     position: Position | None = None,
     on_first_batch: Callable[[Any], None] | None = None,
+    validation: Validation | None = None,
     skipped: Callable[[], Sequence[tuple[int, str]]] = tuple,
     show: bool = True,
 ) -> RunResult:
@@ -78,6 +80,7 @@ def run(
         store: where checkpoints go.
         metrics: where figures go.
         position: of the checkpoint that the run was resumed from.
+        validation: measures the loss on held-out data, every so many steps and after the last.
         skipped: tells the samples that the loader has left out so far, for the checkpoint.
         on_first_batch: gets the first batch, as the loader gave it.
         show: print progress (process 0).
@@ -118,6 +121,8 @@ def run(
                         Position(next_sample=next_sample, unlogged=watch.unlogged(), skipped=tuple(skipped())),
                     )
                     metrics.save_loss_curve()
+                if validation is not None and (stopping or (index % validation.interval == 0 and index > first_step)):
+                    watch.validated(index, validation.loss, state)
                 if stopping:
                     break
             store.wait()

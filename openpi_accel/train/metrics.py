@@ -96,6 +96,8 @@ class MetricsWriter:
         if not self._enabled:
             return
         rows = read_rows(self._path)
+        held_out = [row for row in rows if "val_loss" in row]
+        rows = [row for row in rows if "loss" in row]
         if not rows:
             return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -108,6 +110,10 @@ class MetricsWriter:
             axis.plot(steps, [row[key] for row in rows], marker="." if len(rows) < 50 else "")
             axis.set(xlabel="step", ylabel=key, yscale="log")
             axis.grid(alpha=0.3, which="both")
+            if key == "loss" and held_out:
+                steps_held_out = [row["step"] for row in held_out]
+                axis.plot(steps_held_out, [row["val_loss"] for row in held_out], marker="o", label="held-out episodes")
+                axis.legend()
         self._save_picture(name, lambda path: figure.savefig(path, format="png", dpi=120))
 
     def _save_picture(self, name: str, write: Callable[[pathlib.Path], object]) -> None:

@@ -7,7 +7,7 @@ import os
 import pathlib
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from openpi_accel.errors import UserError
 from openpi_accel.train.metrics import MetricsWriter, hash_sample_ids
 from openpi_accel.train.progress import ProgressReport
+from openpi_accel.types import TrainState
 
 
 class NonFiniteError(UserError):
@@ -108,6 +109,16 @@ class StepWatch:
             self._progress.show(row)
         self._values = {}
         self.reset_timing()
+
+    def validated(self, index: int, measure: Callable[[TrainState], float], state: TrainState) -> None:
+        """Measures the loss on held-out data after step `index`; the time it takes is not the steps'."""
+        self.read_all()
+        start = time.perf_counter()
+        loss = measure(state)
+        self._metrics.write({"step": index, "val_loss": loss})
+        if self._progress is not None:
+            self._progress.say(f"step {index} | validation loss {loss:.4f}")
+        self._last_log_s += time.perf_counter() - start
 
     def reset_timing(self) -> None:
         """Figures of speed count from here."""
