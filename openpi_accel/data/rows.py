@@ -37,7 +37,10 @@ def rows_of_episodes(dataset: LeRobotDataset, episodes: Sequence[int] | None) ->
         )
     starts = dataset.episode_starts
     chosen = sorted({positions[number] for number in episodes})
-    return np.concatenate([np.arange(starts[position], starts[position + 1]) for position in chosen])
+    rows = np.concatenate([np.arange(starts[position], starts[position + 1]) for position in chosen])
+    if not len(rows):
+        raise UserError(f"--data.episodes chooses episodes of {dataset.root} without any frame. Choose others.")
+    return rows
 
 
 def hold_out(dataset: LeRobotDataset, rows: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -71,7 +71,7 @@ def parse_args(argv: Sequence[str]) -> ComputeArgs:
         raise UserError("--name is fixed: folders are called by it. Choose the config by --config-name.")
     if args.max_frames is not None and args.max_frames < 1:
         raise UserError(f"--max-frames is {args.max_frames}; it must be at least 1.")
-    if args.min_range < 0:
+    if not args.min_range >= 0:
         raise UserError(f"--min-range is {args.min_range}; it must be 0 or more.")
     return args
 

@@ -54,7 +54,8 @@ def open_tree(path: str | pathlib.Path) -> StoredTree:
     """
     given = pathlib.Path(path).expanduser()
     if not given.is_dir():
-        raise UserError(f"{given} does not exist. Give a run folder, a checkpoint folder in it, or a params folder.")
+        what = "is a file" if pathlib.Path(given).is_file() else "does not exist"
+        raise UserError(f"{given} {what}. Give a run folder, a checkpoint folder in it, or a params folder.")
     steps = committed_steps(given)
     folder = given / str(steps[-1]) if steps else given
     if not is_tree_folder(folder):

@@ -85,8 +85,9 @@ class CheckpointStore:
         assets: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        # Orbax logs the traceback of every error that it raises again, several times; the user gets one message.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        # Orbax and its event loops log the traceback of every error that is raised again; the user gets one message.
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
         self._folder = folder.resolve()
         self._assets = dict(assets or {})
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as they will be read back
@@ -155,6 +156,11 @@ class CheckpointStore:
             UserError: the checkpoint is of another model or of other settings, or damaged.
         """
         folder = self._folder / str(loop_index)
+        if not (folder / "train_state").is_dir():
+            raise UserError(
+                f"{folder} has no train_state/, so it cannot be resumed. Delete it to resume from an older checkpoint, or "
+                f"start a run of its own from its weights: --weight-loader.params-path={folder / 'params'}"
+            )
         position, settings = _read_resume(folder)
         self._check_settings(folder, settings)
         return read_state(folder, target), position
@@ -180,9 +186,13 @@ class CheckpointStore:
         if jax.process_index() == 0:
             remove_leftovers(self._folder)
         steps = committed_steps(self._folder)
-        kept = (
-            f"The older checkpoint {self._folder / str(steps[-1])} is complete and stays" if steps else "None was lost"
-        )
+        if not steps:
+            return UserError(
+                f"A checkpoint could not be written to {self._folder}: {str(error)[:500]}. It would have been the first "
+                "of this run. If the disk is full, free space (df -h) or choose another --checkpoint-base-dir, then "
+                "start again."
+            )
+        kept = f"The older checkpoint {self._folder / str(steps[-1])} is complete and stays"
         return UserError(
             f"A checkpoint could not be written to {self._folder}: {str(error)[:500]}. {kept}. If the disk is full, "
             "free space (df -h) or choose another --checkpoint-base-dir, then continue with --resume (launchers: "

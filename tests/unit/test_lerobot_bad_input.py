@@ -286,3 +286,31 @@ def test_video_shorter_than_its_episode(tmp_path: pathlib.Path) -> None:
     shutil.copy(videos[0], videos[1])
     with pytest.raises(FrameError, match=r"has 5 frames, but episode 1 with 9 frames starts 0\.000 s into it"):
         open_dataset(root).frames(CAMERA, np.array([6]))
+
+
+def test_a_task_without_text_is_no_prompt_named_none(tmp_path: pathlib.Path) -> None:
+    root = write_dataset(tmp_path / "d", version="v2.1")
+    path = root / "meta" / "tasks.jsonl"
+    path.write_text('{"task_index": 0, "task": null}\n')
+    assert open_dataset(root).tasks[0] == ""
+
+
+def test_one_task_number_with_two_texts(tmp_path: pathlib.Path) -> None:
+    root = write_dataset(tmp_path / "d", version="v2.1")
+    path = root / "meta" / "tasks.jsonl"
+    path.write_text('{"task_index": 0, "task": "lift"}\n{"task_index": 0, "task": "drop"}\n')
+    assert_refused(root, "tasks.jsonl", "two texts", "lift", "drop")
+
+
+def test_text_where_numbers_are_declared(tmp_path: pathlib.Path) -> None:
+    root = write_dataset(tmp_path / "d", version="v2.1")
+    path = data_file(root)
+    edit_table(
+        path,
+        lambda table: table.set_column(
+            table.column_names.index("observation.state"), "observation.state", pa.array(["x"] * len(table))
+        ),
+    )
+    dataset = open_dataset(root)
+    with pytest.raises(UserError, match=r"observation\.state.*holds text"):
+        dataset.column("observation.state")

@@ -25,6 +25,8 @@ from openpi_accel.errors import UserError
 # Columns of every LeRobot dataset; one number per frame, declared with shape (1,).
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 _READERS = {version: reader for reader in (v2, v3) for version in reader.VERSIONS}
+# Declared dtypes whose columns must hold plain numbers.
+_NUMERIC = ("float", "int", "uint", "bool")
 
 
 def open_dataset(root: pathlib.Path) -> "LeRobotDataset":
@@ -115,6 +117,11 @@ class LeRobotDataset:
         if key in BOOKKEEPING:
             return values.reshape(len(values))
         feature = self.features.get(key)
+        if feature is not None and feature.dtype.startswith(_NUMERIC) and values.dtype.kind in "OUS":
+            raise UserError(
+                f"{self.root}: column {key!r} holds text or mixed values, but meta/info.json declares {feature.dtype}. "
+                "Correct the file or info.json."
+            )
         if feature is None or values.dtype == object:
             return values
         if math.prod(values.shape[1:]) != math.prod(feature.shape):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -86,3 +87,20 @@ def check_totals(info: Info, num_episodes: int, num_frames: int, source: pathlib
                 f"{info.path} declares {what} {declared}, but {source} lists {found}: the dataset is not complete or "
                 f"was edited by hand. Fetch it again, or correct {what} in info.json if the files are as you want them."
             )
+
+
+def task_table(pairs: Iterable[tuple[int, object]], path: pathlib.Path) -> dict[int, str]:
+    """Task number -> text; a missing text becomes an empty one, which is refused where a frame uses it.
+
+    Raises:
+        UserError: one number with two texts.
+    """
+    tasks: dict[int, str] = {}
+    for number, text in pairs:
+        text = "" if text is None else str(text)
+        if tasks.setdefault(number, text) != text:
+            raise UserError(
+                f"{path} gives task {number} two texts, {tasks[number]!r} and {text!r}, so the prompts of its frames "
+                "are not known. Remove the wrong one."
+            )
+    return tasks

@@ -9,7 +9,7 @@ import pathlib
 import numpy as np
 
 from openpi_accel.data.lerobot.features import Info, read_jsonl
-from openpi_accel.data.lerobot.index import Clips, Index, check_totals, fill_template, starts
+from openpi_accel.data.lerobot.index import Clips, Index, check_totals, fill_template, starts, task_table
 from openpi_accel.data.lerobot.parquet import open_parquet
 from openpi_accel.errors import UserError
 
@@ -71,10 +71,10 @@ def read_index(root: pathlib.Path, info: Info) -> Index:
 
 
 def _read_tasks(path: pathlib.Path) -> dict[int, str]:
-    tasks = {}
+    pairs = []
     for row in read_jsonl(path):
         try:
-            tasks[int(row["task_index"])] = str(row["task"])
+            pairs.append((int(row["task_index"]), row["task"]))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: an entry lacks task_index or task ({row!r}).") from error
-    return tasks
+    return task_table(pairs, path)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from openpi_accel.data.lerobot.features import Info
-from openpi_accel.data.lerobot.index import Clips, Index, check_totals, fill_template, starts
+from openpi_accel.data.lerobot.index import Clips, Index, check_totals, fill_template, starts, task_table
 from openpi_accel.data.lerobot.parquet import explained, open_parquet, read_column
 from openpi_accel.errors import UserError
 
@@ -144,4 +144,4 @@ def _read_tasks(path: pathlib.Path) -> dict[int, str]:
     text = next((name for name in _TASK_COLUMNS if name in table.column_names), None)
     if text is None or "task_index" not in table.column_names:
         raise UserError(f"{path} has the columns {', '.join(table.column_names)}; it needs task_index and task.")
-    return dict(zip(table.column("task_index").to_pylist(), map(str, table.column(text).to_pylist()), strict=True))
+    return task_table(zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True), path)

@@ -1,0 +1,34 @@
+"""Entry points: what the user can mend is one message and exit code 2."""
+
+import errno
+
+import pytest
+
+from openpi_accel import cli
+from openpi_accel.errors import UserError
+
+
+def _exit(error: BaseException) -> int:
+    def main() -> int:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        cli.run(main)
+    return int(str(caught.value.code))
+
+
+def test_a_users_mistake_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit(UserError("give --exp-name")) == 2
+    assert capsys.readouterr().err == "error: give --exp-name\n"
+    assert _exit(KeyboardInterrupt()) == 130
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOTDIR, errno.EACCES, errno.ENOSPC])
+def test_a_path_that_cannot_be_used_is_named(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit(OSError(number, "no", "some/folder")) == 2
+    assert "some/folder" in capsys.readouterr().err
+
+
+def test_a_fault_of_the_program_keeps_its_traceback() -> None:
+    with pytest.raises(OSError, match="connection"):
+        cli.run(lambda: (_ for _ in ()).throw(OSError(errno.ECONNRESET, "connection", None)))
