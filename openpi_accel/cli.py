@@ -11,7 +11,7 @@ _MENDABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT,
 
 
 def run(main: Callable[[], int | None]) -> None:
-    """Runs an entry point: a UserError, or a path that cannot be used, becomes one message and exit code 2; Ctrl-C 130."""
+    """Runs an entry point: a UserError or an unusable path becomes one message and exit code 2, Ctrl-C 130."""
     try:
         code = main() or 0
     except UserError as error:

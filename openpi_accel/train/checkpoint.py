@@ -158,7 +158,7 @@ class CheckpointStore:
         folder = self._folder / str(loop_index)
         if not (folder / "train_state").is_dir():
             raise UserError(
-                f"{folder} has no train_state/, so it cannot be resumed. Delete it to resume from an older checkpoint, or "
+                f"{folder} has no train_state/, so it cannot be resumed. Delete it to resume from an older one, or "
                 f"start a run of its own from its weights: --weight-loader.params-path={folder / 'params'}"
             )
         position, settings = _read_resume(folder)
@@ -188,8 +188,8 @@ class CheckpointStore:
         steps = committed_steps(self._folder)
         if not steps:
             return UserError(
-                f"A checkpoint could not be written to {self._folder}: {str(error)[:500]}. It would have been the first "
-                "of this run. If the disk is full, free space (df -h) or choose another --checkpoint-base-dir, then "
+                f"A checkpoint could not be written to {self._folder}: {str(error)[:500]}. It would have been "
+                "the first of this run. If the disk is full, free space (df -h) or choose another --checkpoint-base-dir, then "
                 "start again."
             )
         kept = f"The older checkpoint {self._folder / str(steps[-1])} is complete and stays"
