@@ -3,6 +3,7 @@
 import difflib
 
 from openpi_accel.config.schema import (
+    LOCAL_REPO_ID,
     CameraKeys,
     DataConfig,
     ModelConfig,
@@ -42,15 +43,15 @@ PRESETS = {
         TrainConfig(
             name="pi05_lerobot",
             model=ModelConfig(action_horizon=10, max_token_len="auto"),
-            data=DataConfig(repo_id="local/dataset"),
+            data=DataConfig(repo_id=LOCAL_REPO_ID),
             lr_schedule=ScheduleConfig(warmup_steps=1_000, peak_lr=5e-5, decay_steps=30_000, decay_lr=5e-6),
             ema_decay=0.999,
         ),
         TrainConfig(
             name="pi05_demo",
             model=ModelConfig(
-                paligemma_variant="tiny",
-                action_expert_variant="tiny_expert",
+                paligemma_variant="demo",
+                action_expert_variant="demo_expert",
                 vision_variant="demo",
                 vocab_size=512,
                 dtype="float32",
@@ -59,11 +60,11 @@ PRESETS = {
                 discrete_state_input=False,
             ),
             data=DataConfig(repo_id="openpi_accel/demo"),
-            lr_schedule=ScheduleConfig(warmup_steps=30, peak_lr=3e-3, decay_steps=400, decay_lr=3e-4),
+            lr_schedule=ScheduleConfig(warmup_steps=30, peak_lr=1e-3, decay_steps=600, decay_lr=1e-4),
             optimizer=OptimizerConfig(),
-            ema_decay=0.97,
+            ema_decay=0.98,
             batch_size=16,
-            num_train_steps=400,
+            num_train_steps=600,
             log_interval=20,
             save_interval=200,
             keep_period=None,

@@ -66,6 +66,9 @@ GEMMA_VARIANTS = {
     "gemma_300m": GemmaConfig(width=1024, depth=18, mlp_dim=4096, num_heads=8, num_kv_heads=1, head_dim=256),
     "tiny": GemmaConfig(width=64, depth=3, mlp_dim=128, num_heads=4, num_kv_heads=1, head_dim=16),
     "tiny_expert": GemmaConfig(width=32, depth=3, mlp_dim=64, num_heads=4, num_kv_heads=1, head_dim=16),
+    # For the demo, which learns in minutes on a CPU: the action expert, whose tokens are few, is the wide one.
+    "demo": GemmaConfig(width=64, depth=2, mlp_dim=128, num_heads=4, num_kv_heads=1, head_dim=16),
+    "demo_expert": GemmaConfig(width=128, depth=2, mlp_dim=256, num_heads=4, num_kv_heads=1, head_dim=16),
 }
 GEMMA_VARIANTS |= {
     "gemma_2b_lora": dataclasses.replace(GEMMA_VARIANTS["gemma_2b"], lora=LoraConfig(rank=16, alpha=16.0)),
@@ -76,11 +79,11 @@ GEMMA_VARIANTS |= {
 SIGLIP_VARIANTS = {
     "so400m": SiglipConfig(width=1152, depth=27, mlp_dim=4304, num_heads=16),
     "tiny": SiglipConfig(width=48, depth=2, mlp_dim=96, num_heads=3),
-    # Large patches: 64 tokens per image instead of 256, so that the demo learns in minutes on a CPU.
-    "demo": SiglipConfig(width=64, depth=2, mlp_dim=128, num_heads=4, patch_size=28),
+    # Large patches: 4 tokens per image instead of 256, each of which shows where in it something lies.
+    "demo": SiglipConfig(width=64, depth=1, mlp_dim=128, num_heads=4, patch_size=112),
 }
 GemmaVariant = Literal[
-    "gemma_2b", "gemma_300m", "tiny", "tiny_expert",
+    "gemma_2b", "gemma_300m", "tiny", "tiny_expert", "demo", "demo_expert",
     "gemma_2b_lora", "gemma_300m_lora", "tiny_lora", "tiny_expert_lora",
 ]  # fmt: skip
 

@@ -7,7 +7,6 @@ meta/stats.json). Equal settings give equal bytes.
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import os
 import pathlib
@@ -28,8 +27,6 @@ CAMERAS = ("observation.images.base", "observation.images.wrist")
 _INTEGER_COLUMNS = ("frame_index", "episode_index", "index", "task_index")
 _EPISODES_PER_FILE = 50
 _DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-# (named block, other block): every colour is named as often, beside each of the others.
-PAIRS = tuple(itertools.permutations(range(len(TASKS)), 2))
 _Of = Callable[[np.ndarray], np.ndarray]
 _STATISTICS: dict[str, _Of] = {
     "min": lambda x: x.min(0),
@@ -44,7 +41,7 @@ _STATISTICS: dict[str, _Of] = {
 class SyntheticConfig:
     """Size and seed of the dataset."""
 
-    num_episodes: int = 96
+    num_episodes: int = 120
     image_size: int = 96
     seed: int = 0
     shuffled: bool = False
@@ -118,8 +115,7 @@ def _write_files(root: pathlib.Path, config: SyntheticConfig) -> None:
 def _episode(config: SyntheticConfig, index: int) -> Episode:
     """One generator per episode: a longer dataset starts with the same episodes as a shorter one."""
     rng = np.random.default_rng([config.seed, index])
-    target, other = PAIRS[index % len(PAIRS)]
-    return make_episode(rng, target=target, other=other, image_size=config.image_size)
+    return make_episode(rng, task=index % len(TASKS), image_size=config.image_size)
 
 
 def _shuffled(episodes: list[Episode], seed: int) -> list[Episode]:
