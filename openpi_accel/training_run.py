@@ -1,10 +1,12 @@
 """One training run from configuration to the last checkpoint; what scripts/train.py and scripts/demo.py call."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +25,12 @@ from openpi_accel.parallel.mesh import check_batch_size, make_mesh
 from openpi_accel.train.checkpoint import CheckpointStore, Position
 from openpi_accel.train.loop import RunResult, compile_step, run
 from openpi_accel.train.metrics import MetricsWriter, WandbSettings
-from openpi_accel.train.run_folder import prepare_run_folder
+from openpi_accel.train.run_folder import (
+    check_run_folder,
+    discard_replaced,
+    prepare_run_folder,
+    restore_replaced,
+)
 from openpi_accel.train.start import shardings_of
 from openpi_accel.train.watch import LoopConfig
 from openpi_accel.types import Batch, TrainState
@@ -53,42 +60,80 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     """Trains; on return every started save is complete.
 
     Raises:
-        UserError: anything that the user can mend; nothing of an older run was touched unless overwriting was asked for
-            and everything that the new run needs was found.
+        UserError: anything that the user can mend. An older run that is overwritten is gone only once the new one has
+            done its first step.
     """
     main_process = jax.process_index() == 0
     say: Callable[..., None] = print if main_process else _silent
     folder = run_folder_of(config)
+    resume_from = check_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
+    if resume_from is not None and resume_from + 1 >= config.num_train_steps:
+        say(
+            f"nothing left to do: {folder} has done {resume_from + 1} steps, and --num-train-steps is "
+            f"{config.num_train_steps}. Raise it to go on."
+        )
+        return RunResult(state=None, next_step=resume_from + 1, exit_code=0)
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
-    if config.weight_loader.params_path is not None and not config.resume:
-        find_params_folder(config.weight_loader.params_path)
+    config = _with_local_weights(config, environment)
     data = build_data(config, acceleration, environment)
     config = data.config
     _describe_data(data, say)
     training = build_training(config, acceleration, mesh)
     say(format_counts(training.counts))
+    fresh: TrainState | None = None
+    if resume_from is None:
+        fresh, weights = training.fresh_state()
+        say(_describe_weights(weights, config))
 
-    resume_from = prepare_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
-    if main_process:
-        _write_aside(folder / CONFIG_FILE, to_json(dataclasses.replace(config, resume=False, overwrite=False)))
+    prepare_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
     store = CheckpointStore(
         folder,
         keep_period=config.keep_period,
         assets={f"{config.asset_id}/norm_stats.json": data.norm_stats_text},
-        settings=training.settings,
+        settings={**training.settings, **_meaning(data)},
     )
     try:
-        position: Position | None = None
-        if resume_from is not None:
-            state, position = store.restore(resume_from, training.abstract)
-            say(f"resumed {folder} after step {resume_from}")
-        else:
-            state, weights = training.fresh_state()
-            say(_describe_weights(weights, config))
-        return _run(config, data, training, mesh, store, state, position, folder)
-    finally:
-        store.close()
+        try:
+            state, position = fresh, None
+            if resume_from is not None:
+                state, position = store.restore(resume_from, training.abstract)
+                say(f"resumed {folder} after step {resume_from}")
+            assert state is not None
+            if main_process:
+                _write_aside(folder / CONFIG_FILE, to_json(dataclasses.replace(config, resume=False, overwrite=False)))
+            return _run(config, data, training, mesh, store, state, position, folder)
+        finally:
+            store.close()
+    except BaseException:
+        if restore_replaced(folder):
+            print(f"the run that was to be overwritten is back in {folder}", flush=True)
+        raise
+
+
+def _with_local_weights(config: TrainConfig, environment: Environment) -> TrainConfig:
+    """The config with the folder of its base weights, which must be there unless the run is resumed."""
+    path = config.weight_loader.params_path
+    if path is None or config.resume:
+        return config
+    found = str(find_params_folder(path, environment.openpi_data_home))
+    return dataclasses.replace(config, weight_loader=dataclasses.replace(config.weight_loader, params_path=found))
+
+
+def _meaning(data: Data) -> dict[str, Any]:
+    """What the numbers of a batch mean: a run that is resumed with another meaning would unlearn in silence."""
+    model = dataclasses.asdict(data.config.model)
+    del model["max_token_len"]  # padding only
+    kept = ("normalization", "delta_action_dims", "cameras", "state_key", "action_key", "default_prompt", "episodes")
+    chosen = dataclasses.asdict(data.config.data)
+    statistics = json.dumps(json.loads(data.norm_stats_text)["norm_stats"], sort_keys=True)
+    return {
+        "model": model,
+        "data": {name: chosen[name] for name in (*kept, "val_fraction")},
+        "loss": dataclasses.asdict(data.config.loss),
+        "dataset": data.source.dataset.fingerprint(),
+        "norm_stats": hashlib.sha256(statistics.encode()).hexdigest(),
+    }
 
 
 def _run(
@@ -135,6 +180,7 @@ def _run(
                 metrics,
                 position=position,
                 on_first_batch=save_pictures,
+                on_first_step=lambda: discard_replaced(folder),
                 validation=build_validation(data, mesh),
                 skipped=lambda: sorted(dict(loader.skipped).items()),  # a copy: its thread goes on
                 show=jax.process_index() == 0,

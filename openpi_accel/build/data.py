@@ -157,7 +157,11 @@ def build_source(
         config,
         model=dataclasses.replace(config.model, max_token_len=max_token_len),
         data=dataclasses.replace(
-            config.data, cameras=mapping.cameras, state_key=mapping.state_key, action_key=mapping.action_key
+            config.data,
+            asset_id=config.asset_id,
+            cameras=mapping.cameras,
+            state_key=mapping.state_key,
+            action_key=mapping.action_key,
         ),
     )
     source = BatchSource(

@@ -10,7 +10,7 @@ from openpi_accel.errors import UserError
 
 # OPENPI_ names that are no acceleration: read elsewhere (environment.py, the launchers).
 OTHER_NAMES = ("OPENPI_DATA_HOME", "OPENPI_PYTHON", "OPENPI_STRICT_EQUIV")
-FlashImpl = Literal["xla", "cudnn"]
+FlashImpl = Literal["xla", "cudnn", "auto"]
 _SWITCHES = {
     "OPENPI_SKIP_VIDEO_DECODE": "skip_video_decode",
     "OPENPI_WORKER_CPU": "worker_cpu",
@@ -32,7 +32,8 @@ class Acceleration:
         skip_video_decode: OPENPI_SKIP_VIDEO_DECODE, decode only the camera frames that the model consumes.
         worker_cpu: OPENPI_WORKER_CPU, data workers are processes without GPU, on cores away from the trainer's own.
         flash_attn: OPENPI_FLASH_ATTN, keep no attention probabilities for the backward pass, use the mask's structure.
-        flash_impl: OPENPI_FLASH_IMPL, how: xla, or cudnn (bfloat16 on an NVIDIA GPU).
+        flash_impl: OPENPI_FLASH_IMPL, how: xla, cudnn (bfloat16 on an NVIDIA GPU), or auto, which measures both once
+            per tower and takes the faster.
         batch_cameras: OPENPI_BATCH_CAMERAS, all cameras through the vision tower in one pass.
         cast_early: OPENPI_CAST_EARLY, cast weights to the compute dtype once per step.
         unroll_layers: OPENPI_UNROLL_LAYERS, a plain loop over the layers, without what feeds nothing.
@@ -86,7 +87,9 @@ def parse_switch(name: str, env: Mapping[str, str], default: bool) -> bool:
 def _flash_impl(env: Mapping[str, str], default: FlashImpl) -> FlashImpl:
     value = env.get("OPENPI_FLASH_IMPL", default)
     if value not in get_args(FlashImpl):
-        raise UserError(f"OPENPI_FLASH_IMPL={value!r} is no implementation. Choose {' or '.join(get_args(FlashImpl))}.")
+        raise UserError(
+            f"OPENPI_FLASH_IMPL={value!r} is no implementation. Choose one of {', '.join(get_args(FlashImpl))}."
+        )
     return cast(FlashImpl, value)
 
 

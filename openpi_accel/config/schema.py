@@ -1,6 +1,7 @@
 """Frozen configuration dataclasses. Values only: no paths are opened and no environment is read here."""
 
 import dataclasses
+import os
 from typing import Literal
 
 from openpi_accel.errors import UserError
@@ -8,6 +9,7 @@ from openpi_accel.errors import UserError
 CAMERA_SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 IMAGE_SIZE = 224
 AUTO = "auto"
+LOCAL_REPO_ID = "local/dataset"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,7 +174,7 @@ class DataConfig:
     path: str | None = None
     """Local dataset folder. None looks in HF_LEROBOT_HOME and the Hub cache."""
     asset_id: str | None = None
-    """Folder of the norm statistics below assets/<config>; None is the repo id."""
+    """Folder of the norm statistics below assets/<config>; None is the repo id (for local/dataset: local/<folder>)."""
     cameras: CameraKeys = dataclasses.field(default_factory=CameraKeys)
     state_key: str = AUTO
     """Column of the robot state; auto takes observation.state or state."""
@@ -287,6 +289,8 @@ class TrainConfig:
     """Of initialisation, data order, augmentation and noise."""
     batch_size: int = 32
     """Global batch over all devices and processes."""
+    num_microbatches: int = 1
+    """Parts of the batch that go through the model one after the other, for memory; the numbers are the whole's."""
     num_workers: int = 2
     """Data workers per process."""
     num_train_steps: int = 30000
@@ -319,14 +323,30 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite exclude each other: choose whether to continue or to start anew.")
-        for field in ("batch_size", "num_train_steps", "log_interval", "save_interval", "fsdp_devices"):
+        for field in (
+            "batch_size",
+            "num_microbatches",
+            "num_train_steps",
+            "log_interval",
+            "save_interval",
+            "fsdp_devices",
+        ):
             if getattr(self, field) < 1:
                 raise UserError(f"--{field.replace('_', '-')} is {getattr(self, field)}; it must be at least 1.")
+        if self.batch_size % self.num_microbatches:
+            raise UserError(
+                f"--num-microbatches {self.num_microbatches} does not divide --batch-size {self.batch_size}: choose "
+                "two numbers that divide."
+            )
         if not 0 <= self.data.val_fraction < 1 or self.val_interval < 1 or self.val_batches < 1:
             raise UserError(
                 f"--data.val-fraction is {self.data.val_fraction}, --val-interval {self.val_interval}, --val-batches "
                 f"{self.val_batches}; the first must be at least 0 and below 1, the others at least 1."
             )
+        if self.keep_period is not None and self.keep_period < 1:
+            raise UserError(f"--keep-period is {self.keep_period}; it must be at least 1, or None.")
+        if self.data.delta_action_dims < 0:
+            raise UserError(f"--data.delta-action-dims is {self.data.delta_action_dims}; it must be 0 or more.")
         if self.num_workers < 0:
             raise UserError(f"--num-workers is {self.num_workers}; it must be 0 or more.")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
@@ -340,4 +360,7 @@ class TrainConfig:
     @property
     def asset_id(self) -> str:
         """Folder of the norm statistics below assets/<config>."""
+        if self.data.asset_id is None and self.data.repo_id == LOCAL_REPO_ID and self.data.path is not None:
+            # A dataset without a name of its own goes by its folder's, so that two do not share their statistics.
+            return f"local/{os.path.basename(os.path.abspath(self.data.path))}"
         return self.data.asset_id or self.data.repo_id

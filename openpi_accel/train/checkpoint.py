@@ -189,8 +189,8 @@ class CheckpointStore:
         if not steps:
             return UserError(
                 f"A checkpoint could not be written to {self._folder}: {str(error)[:500]}. It would have been "
-                "the first of this run. If the disk is full, free space (df -h) or choose another --checkpoint-base-dir, then "
-                "start again."
+                "the first of this run. If the disk is full, free space (df -h) or choose another "
+                "--checkpoint-base-dir, then start again."
             )
         kept = f"The older checkpoint {self._folder / str(steps[-1])} is complete and stays"
         return UserError(

@@ -28,12 +28,12 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        state: the last state.
+        state: the last state; None where nothing was left to do.
         next_step: the step that a resumed run would do first.
         exit_code: 0; 143 after SIGTERM and 130 after Ctrl-C, with everything saved.
     """
 
-    state: TrainState
+    state: TrainState | None
     next_step: int
     exit_code: int
 
@@ -61,6 +61,7 @@ def run(
     *,
     position: Position | None = None,
     on_first_batch: Callable[[Any], None] | None = None,
+    on_first_step: Callable[[], object] = lambda: None,
     validation: Validation | None = None,
     skipped: Callable[[], Sequence[tuple[int, str]]] = tuple,
     show: bool = True,
@@ -83,6 +84,7 @@ def run(
         validation: measures the loss on held-out data, every so many steps and after the last.
         skipped: tells the samples that the loader has left out so far, for the checkpoint.
         on_first_batch: gets the first batch, as the loader gave it.
+        on_first_step: called once a first step is known to be finite.
         show: print progress (process 0).
 
     Raises:
@@ -93,7 +95,7 @@ def run(
     first_step = int(state.step)
     index = first_step - 1
     progress = ProgressReport(config.num_train_steps, first_step) if show else None
-    watch = StepWatch(config, store.folder, metrics, progress, position.unlogged if position else {})
+    watch = StepWatch(config, store.folder, metrics, progress, position.unlogged if position else {}, on_first_step)
     prefetcher = DevicePrefetcher(loader, batch_sharding(mesh))
     try:
         with _stop_signals() as stop:

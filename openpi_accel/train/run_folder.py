@@ -18,13 +18,12 @@ def committed_steps(folder: pathlib.Path) -> list[int]:
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and (entry / "params").is_dir())
 
 
-def prepare_run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -> int | None:
-    """Makes the folder ready for a run; every process calls this.
-
-    Clears what an interrupted save left behind. A run that was stopped before its first save starts again when resumed.
+def check_run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -> int | None:
+    """May this run use the folder? Changes nothing.
 
     Returns:
-        The loop index of the checkpoint to resume from, or None for a fresh start.
+        The loop index of the checkpoint to resume from, or None for a fresh start. A run that was stopped before its
+        first save starts again when resumed.
 
     Raises:
         UserError: the folder is in use without resume or overwrite, or there is nothing to resume.
@@ -42,14 +41,44 @@ def prepare_run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -
             f"--resume, but there is nothing to resume in {folder}. Check --exp-name (launchers: EXP_NAME) and "
             f"--checkpoint-base-dir, or leave --resume out to start a run. {_known_runs(folder)}"
         )
+    return steps[-1] if resume and steps else None
+
+
+def prepare_run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -> int | None:
+    """Makes the folder ready for a run; every process calls this. Returns and raises as `check_run_folder`.
+
+    Clears what an interrupted save left behind. A run that is overwritten is only moved aside: `discard_replaced`
+    deletes it once the new one is under way, `restore_replaced` puts it back if the new one never got so far.
+    """
+    resume_from = check_run_folder(folder, resume=resume, overwrite=overwrite)
     _barrier("run_folder_seen")  # nobody changes the folder before everybody has looked
     if jax.process_index() == 0:
         if overwrite and folder.exists():
-            shutil.rmtree(folder)
+            discard_replaced(folder)
+            folder.rename(_replaced(folder))
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
     _barrier("run_folder_ready")
-    return steps[-1] if resume and steps else None
+    return resume_from
+
+
+def discard_replaced(folder: pathlib.Path) -> None:
+    """Deletes the run that this one has overwritten, if there is one."""
+    if jax.process_index() == 0 and _replaced(folder).exists():
+        shutil.rmtree(_replaced(folder))
+
+
+def restore_replaced(folder: pathlib.Path) -> bool:
+    """Puts the overwritten run back in place of a new one that came to nothing; whether there was one."""
+    if jax.process_index() != 0 or not _replaced(folder).exists():
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    _replaced(folder).rename(folder)
+    return True
+
+
+def _replaced(folder: pathlib.Path) -> pathlib.Path:
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
@@ -62,7 +91,8 @@ def remove_leftovers(folder: pathlib.Path) -> None:
 def _known_runs(folder: pathlib.Path) -> str:
     if not folder.parent.is_dir():
         return ""
-    runs = sorted(entry.name for entry in folder.parent.iterdir() if entry.is_dir() and committed_steps(entry))
+    entries = [entry for entry in folder.parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    runs = sorted(entry.name for entry in entries if committed_steps(entry))
     return f"Runs that can be resumed there: {', '.join(runs)}." if runs else ""
 
 

@@ -13,6 +13,7 @@ from openpi_accel.types import Params, TrainState
 IsTrainable = Callable[[str], bool]
 LossFn = Callable[[Params, Any, jax.Array], jax.Array]
 """(params, batch, rng of this step) -> scalar mean loss, float32."""
+ValueAndGrad = Callable[[Callable[..., jax.Array]], Callable[..., tuple[jax.Array, Params]]]
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]
 
@@ -43,8 +44,12 @@ def make_train_step(
     schedule: optax.Schedule,
     is_trainable: IsTrainable,
     ema_decay: float | None,
+    value_and_grad: ValueAndGrad = jax.value_and_grad,
 ) -> Step:
     """Builds the step.
+
+    `value_and_grad` may be a drop-in for jax.value_and_grad that gets there another way; it is applied to
+    (trainable parameters, batch, rng of this step) -> loss.
 
     Its metrics are float32 scalars: loss; grad_norm, the global norm over trainable leaves before clipping;
     param_norm, after the update (see `param_norm`); learning_rate, the one this update used.
@@ -54,7 +59,10 @@ def make_train_step(
         rng = jax.random.fold_in(train_rng, state.step)
         trainable, frozen = tree.split(state.params, is_trainable)
 
-        loss, grads = jax.value_and_grad(lambda p: loss_fn(tree.merge(p, frozen), batch, rng))(trainable)
+        def loss_of(trainable: Params, batch: Any, rng: jax.Array) -> jax.Array:
+            return loss_fn(tree.merge(trainable, frozen), batch, rng)
+
+        loss, grads = value_and_grad(loss_of)(trainable, batch, rng)
         updates, opt_state = tx.update(grads, state.opt_state, trainable)
         params = tree.merge(optax.apply_updates(trainable, updates), frozen)
 

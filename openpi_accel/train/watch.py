@@ -50,9 +50,11 @@ class StepWatch:
         metrics: MetricsWriter,
         progress: ProgressReport | None,
         unlogged: Mapping[str, list[float]],
+        on_first_step: Callable[[], object] = lambda: None,
     ) -> None:
         self._config, self._folder, self._metrics, self._progress = config, folder, metrics, progress
         self._flight: deque[_Started] = deque()
+        self._on_first_step: Callable[[], object] | None = on_first_step
         self._values: dict[str, list[float]] = {name: list(v) for name, v in unlogged.items()}
         self.reset_timing()
 
@@ -85,6 +87,9 @@ class StepWatch:
         if not all(math.isfinite(value) for value in values.values()):
             raise self._not_finite(values)
         self._flight.popleft()
+        if self._on_first_step is not None:
+            self._on_first_step()
+            self._on_first_step = None
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
         self._timed_steps += 1

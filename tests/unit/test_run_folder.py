@@ -1,0 +1,50 @@
+"""A run that is overwritten is lost only once the new one is under way."""
+
+import pathlib
+
+import pytest
+
+from openpi_accel.errors import UserError
+from openpi_accel.train.run_folder import (
+    check_run_folder,
+    discard_replaced,
+    prepare_run_folder,
+    restore_replaced,
+)
+
+
+def run_with_checkpoint(folder: pathlib.Path, step: int) -> pathlib.Path:
+    (folder / str(step) / "params").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("old")
+    return folder
+
+
+def test_looking_changes_nothing(tmp_path: pathlib.Path) -> None:
+    run = run_with_checkpoint(tmp_path / "run", 7)
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    assert check_run_folder(run, resume=True, overwrite=False) == 7
+    assert check_run_folder(run, resume=False, overwrite=True) is None
+    with pytest.raises(UserError, match=r"last checkpoint: 7.*RESUME=1"):
+        check_run_folder(run, resume=False, overwrite=False)
+    with pytest.raises(UserError, match="Runs that can be resumed there: run"):
+        check_run_folder(tmp_path / "rum", resume=True, overwrite=False)
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+
+
+def test_an_overwritten_run_comes_back_if_the_new_one_came_to_nothing(tmp_path: pathlib.Path) -> None:
+    run = run_with_checkpoint(tmp_path / "run", 7)
+    prepare_run_folder(run, resume=False, overwrite=True)
+    assert list(run.iterdir()) == []
+    (run / "metrics.jsonl").write_text("new")
+    assert restore_replaced(run)
+    assert (run / "metrics.jsonl").read_text() == "old" and (run / "7" / "params").is_dir()
+    assert not restore_replaced(run)  # nothing more to put back, and nothing is lost by asking
+    assert (run / "7" / "params").is_dir() and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_it_is_gone_once_the_new_one_is_under_way(tmp_path: pathlib.Path) -> None:
+    run = run_with_checkpoint(tmp_path / "run", 7)
+    prepare_run_folder(run, resume=False, overwrite=True)
+    discard_replaced(run)
+    assert not restore_replaced(run) and [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert list(run.iterdir()) == []
