@@ -216,7 +216,7 @@ def _describe_data(data: Data, say: Callable[..., None]) -> None:
 
 def _describe_weights(report: WeightsReport | None, config: TrainConfig) -> str:
     if report is None:
-        return "weights: fresh (no --weight-loader.params-path, launchers: BASE_CHECKPOINT_PATH)"
+        return "weights: fresh (--weight-loader.params-path is None)"
     lines = [f"weights: {len(report.loaded)} leaves from {config.weight_loader.params_path}"]
     for what, names in (
         ("fresh, missing there", report.missing),

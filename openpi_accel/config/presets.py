@@ -10,9 +10,12 @@ from openpi_accel.config.schema import (
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
+    WeightLoaderConfig,
 )
 from openpi_accel.errors import UserError
 
+_PI05_BASE = WeightLoaderConfig(params_path="gs://openpi-assets/checkpoints/pi05_base/params")
+_PI0_BASE = WeightLoaderConfig(params_path="gs://openpi-assets/checkpoints/pi0_base/params")
 _LIBERO_CAMERAS = CameraKeys(base_0_rgb="image", left_wrist_0_rgb="wrist_image")
 
 PRESETS = {
@@ -24,6 +27,7 @@ PRESETS = {
             data=DataConfig(
                 repo_id="physical-intelligence/libero", cameras=_LIBERO_CAMERAS, state_key="state", action_key="actions"
             ),
+            weight_loader=_PI05_BASE,
             lr_schedule=ScheduleConfig(warmup_steps=10_000, peak_lr=5e-5, decay_steps=1_000_000, decay_lr=5e-5),
             ema_decay=0.999,
             batch_size=256,
@@ -39,11 +43,13 @@ PRESETS = {
                 delta_action_dims=6,
                 normalization="zscore",
             ),
+            weight_loader=_PI0_BASE,
         ),
         TrainConfig(
             name="pi05_lerobot",
             model=ModelConfig(action_horizon=10, max_token_len="auto"),
             data=DataConfig(repo_id=LOCAL_REPO_ID),
+            weight_loader=_PI05_BASE,
             lr_schedule=ScheduleConfig(warmup_steps=1_000, peak_lr=5e-5, decay_steps=30_000, decay_lr=5e-6),
             ema_decay=0.999,
         ),

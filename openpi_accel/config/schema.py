@@ -248,7 +248,8 @@ class WeightLoaderConfig:
     """Base weights."""
 
     params_path: str | None = None
-    """Folder of an Orbax `params` checkpoint, for example …/pi05_base/params; None starts from fresh weights."""
+    """Folder of an Orbax `params` checkpoint, for example …/pi05_base/params; a gs:// address is looked for below
+    OPENPI_DATA_HOME, where upstream keeps its downloads; None starts from fresh weights."""
 
 
 RematPolicy = Literal["full", "dots", "none"]
