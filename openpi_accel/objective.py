@@ -72,22 +72,56 @@ def loss_weights(action_mask: jax.Array | None) -> jax.Array | None:
     return mask / jnp.where(share > 0, share, 1.0)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A batch with everything random drawn: what is left to do is deterministic, sample by sample.
+
+    Attributes:
+        obs: images float32 in [-1, 1], augmented.
+        actions, noise: B A E; time: B.
+        weights: B A E of the squared errors (`loss_weights`), or None.
+    """
+
+    obs: Observation
+    actions: jax.Array
+    noise: jax.Array
+    time: jax.Array
+    weights: jax.Array | None = None
+
+
+def draw(augment_fn: AugmentFn, batch: Batch, step_rng: jax.Array) -> Drawn:
+    """Augmentation, noise and time from the step's key.
+
+    Args:
+        augment_fn: (key, camera -> B H W 3 uint8) -> camera -> B H W 3 float32 in [-1, 1].
+        batch: images uint8.
+        step_rng: the step's key.
+    """
+    preprocess_rng, noise_rng, time_rng = jax.random.split(step_rng, 3)
+    obs = dataclasses.replace(batch.observation, images=augment_fn(preprocess_rng, batch.observation.images))
+    noise, time = draw_noise_time(noise_rng, time_rng, batch.actions.shape)
+    weights = loss_weights(batch.action_mask)
+    return Drawn(obs=obs, actions=batch.actions, noise=noise, time=time, weights=weights)
+
+
+def mean_loss(model: VelocityModel, drawn: Drawn) -> jax.Array:
+    """The mean over samples and steps of `flow_matching_loss`, over what counts: scalar float32."""
+    return jnp.mean(flow_matching_loss(model, drawn.obs, drawn.actions, drawn.noise, drawn.time, drawn.weights))
+
+
 def make_loss_fn(bind: Callable[[Params], VelocityModel], augment_fn: AugmentFn) -> LossFn:
-    """The step's scalar loss: augmentation, noise and time drawn from the step's key.
+    """The step's scalar loss.
 
     Args:
         bind: parameter tree -> model.
-        augment_fn: (key, camera -> B H W 3 uint8) -> camera -> B H W 3 float32 in [-1, 1].
+        augment_fn: see `draw`.
 
     Returns:
         loss_fn(params, batch, step_rng) -> scalar float32.
     """
 
     def loss_fn(params: Params, batch: Batch, step_rng: jax.Array) -> jax.Array:
-        preprocess_rng, noise_rng, time_rng = jax.random.split(step_rng, 3)
-        obs = dataclasses.replace(batch.observation, images=augment_fn(preprocess_rng, batch.observation.images))
-        noise, time = draw_noise_time(noise_rng, time_rng, batch.actions.shape)
-        weights = loss_weights(batch.action_mask)
-        return jnp.mean(flow_matching_loss(bind(params), obs, batch.actions, noise, time, weights))
+        return mean_loss(bind(params), draw(augment_fn, batch, step_rng))
 
     return loss_fn

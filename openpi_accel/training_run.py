@@ -81,6 +81,8 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     _describe_data(data, say)
     training = build_training(config, acceleration, mesh)
     say(format_counts(training.counts))
+    for note in training.notes:
+        say(note)
     fresh: TrainState | None = None
     if resume_from is None:
         fresh, weights = training.fresh_state()

@@ -1,12 +1,19 @@
-"""Times the training step: python scripts/bench.py <config> [--steps N] [--trace DIR] [train options], one JSON line.
+"""Times the training step on device-resident random data of the config's shapes; prints one JSON line.
 
-Runs on device-resident random data of the config's shapes; the OPENPI_ switches count as in training.
+    python scripts/bench.py <config> [--steps N] [--trace DIR] [train options]
+    python scripts/bench.py <config> --ablate [--cases A,B] [--results FILE] [train options]
+
+The first runs what the OPENPI_ switches say, as training does; --trace writes a profile and prints where the time goes.
+The second runs every acceleration alone and all without it, a process each, and appends a JSON line per case to FILE;
+called again with the same options it goes on with what is missing. --xla-flags is one more item to leave out or in.
 """
 
 import argparse
 import dataclasses
+import gzip
 import json
 import os
+import pathlib
 import sys
 
 import jax
@@ -14,6 +21,8 @@ import jax
 from openpi_accel import cli
 from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.flags import Acceleration
+from openpi_accel.tools import ablate
+from openpi_accel.tools.trace_table import kernel_rows, time_by_kind
 
 
 def main() -> None:
@@ -21,14 +30,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trace")
+    parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--cases")
+    parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("ablation.jsonl"))
+    parser.add_argument("--case-timeout-s", type=float, default=600)
+    parser.add_argument("--xla-flags", default="")
     own, rest = parser.parse_known_args()
+    if own.ablate:
+        run_ablation(own, rest)
+        return
     config = parse_train_config(rest, prog="python scripts/bench.py", description=__doc__ or "")
     jax.config.update("jax_threefry_partitionable", True)
-    from openpi_accel.tools.bench import measure
+    from openpi_accel.tools.bench import HLO_FILE, TRACED_STEPS, measure
 
     result = measure(config, Acceleration.from_env(os.environ), num_steps=max(1, own.steps), trace_dir=own.trace)
+    if own.trace is not None:
+        folder = pathlib.Path(own.trace)
+        rows = kernel_rows(folder)
+        for kind, ms in time_by_kind(rows, gzip.decompress((folder / HLO_FILE).read_bytes()).decode()).items():
+            print(f"{ms / TRACED_STEPS:9.1f} ms  {kind}", file=sys.stderr)
     print(json.dumps(dataclasses.asdict(result)))
     sys.stdout.flush()
+
+
+def run_ablation(own: argparse.Namespace, rest: list[str]) -> None:
+    """Runs the cases and prints one table of everything that the file holds for this command."""
+    parse_train_config(
+        rest, prog="python scripts/bench.py", description=__doc__ or ""
+    )  # a mistake shows before the first case
+    xla = {"XLA_FLAGS": own.xla_flags, "JAX_OPTIMIZATION_LEVEL": "O1"} if own.xla_flags else {}
+    command = [sys.executable, str(pathlib.Path(__file__).resolve()), *rest, "--steps", str(own.steps)]
+    cases = ablate.choose_cases(own.cases, ablate.all_cases(xla))
+    rows = ablate.ablate(cases, command, os.environ, own.results, own.case_timeout_s)
+    print("\n".join(ablate.format_row(row) for row in rows))
+    if any("error" in row for row in rows):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

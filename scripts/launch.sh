@@ -3,7 +3,7 @@
 source "$REPO/scripts/setup_env.sh"
 
 DEFAULT_CONFIG=pi05_libero
-XLA_GPU_FLAGS="--xla_gpu_triton_gemm_any=false --xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_pipelined_all_gather=true"
+XLA_GPU_FLAGS="--xla_gpu_triton_gemm_any=false --xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_pipelined_all_gather=true --xla_gpu_dot_merger_threshold_mb=0"
 
 common_usage() {
     cat <<'TEXT'
@@ -56,7 +56,20 @@ acceleration() { # sets ACCELERATED and the environment of the accelerations tha
         export OPENPI_SKIP_IMAGES="${OPENPI_SKIP_IMAGES-auto}"
         ACCELERATED+=(--model.max-token-len auto)
     fi
-    local shown="OPENPI_SKIP_VIDEO_DECODE=$OPENPI_SKIP_VIDEO_DECODE OPENPI_WORKER_CPU=$OPENPI_WORKER_CPU OPENPI_SKIP_IMAGES=$OPENPI_SKIP_IMAGES ${ACCELERATED[*]}"
+    local compute=() setting name
+    if [[ -n $CUDA_SET ]]; then # on a CPU unrolled layers take longer to compile than they save
+        compute=(OPENPI_FLASH_ATTN=1 OPENPI_FLASH_IMPL=auto OPENPI_BATCH_CAMERAS=1 OPENPI_CAST_EARLY=1 OPENPI_UNROLL_LAYERS=1)
+        ACCELERATED+=(--remat.gemma dots --remat.siglip dots)
+        # The next start of the same step takes seconds instead of a minute.
+        export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR-$REPO/.cache/jax}"
+    fi
+    local shown="OPENPI_SKIP_VIDEO_DECODE=$OPENPI_SKIP_VIDEO_DECODE OPENPI_WORKER_CPU=$OPENPI_WORKER_CPU OPENPI_SKIP_IMAGES=$OPENPI_SKIP_IMAGES"
+    for setting in "${compute[@]}"; do # the user's own value is kept
+        name=${setting%%=*}
+        [[ -v $name ]] || export "${setting?}"
+        shown+=" $name=${!name}"
+    done
+    shown+=" ${ACCELERATED[*]}"
     if switch_is_on OPENPI_STRICT_EQUIV; then
         shown+="; XLA's defaults (OPENPI_STRICT_EQUIV)"
     elif [[ -n $CUDA_SET ]]; then

@@ -7,17 +7,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from openpi_accel.accel.attention import ENCODED
+from openpi_accel.accel.attention import ATTENTION, CUDNN_FORWARD
 from openpi_accel.config.schema import RematPolicy
 from openpi_accel.models.stack import LayerBody
 
-# What the backward pass keeps of a layer. full: its input alone. dots: also the results of products with weights and
-# the attention output; normalisations, activations and probabilities are recomputed. none is not here: no checkpoint.
+
+def _is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
+    return bool(primitive.name == CUDNN_FORWARD)
+
+
+# What the backward pass keeps of a layer. full: its input alone. dots: also the results of products with weights, and
+# what attention takes and gives; normalisations, activations and probabilities are recomputed. none is not here: no
+# checkpoint.
 _POLICIES: dict[RematPolicy, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(ENCODED),
+        jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _is_cudnn_forward
+        ),
+        jax.checkpoint_policies.save_only_these_names(ATTENTION),
     ),
 }
 

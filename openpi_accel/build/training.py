@@ -9,58 +9,85 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from openpi_accel.accel import attention
+from openpi_accel.accel import choose
 from openpi_accel.accel.cast import cast_weights_early
 from openpi_accel.accel.layers import ScannedLayers, UnrolledLayers
+from openpi_accel.accel.microbatch import accumulated
 from openpi_accel.accel.vision import encode_in_one_pass
 from openpi_accel.config.flags import Acceleration
-from openpi_accel.config.schema import Architecture, TrainConfig
+from openpi_accel.config.schema import AUTO, CAMERA_SLOTS, Architecture, TrainConfig
 from openpi_accel.data.augment import augment
 from openpi_accel.errors import UserError
 from openpi_accel.models.freeze import ModuleCount, count_parameters, trainable_predicate
 from openpi_accel.models.ops import REFERENCE_OPS, Ops
 from openpi_accel.models.pure import bind, init_params
 from openpi_accel.models.weights import WeightsReport, load_base_params
-from openpi_accel.objective import LossFn, make_loss_fn
+from openpi_accel.objective import LossFn, draw, make_loss_fn, mean_loss
 from openpi_accel.train.optimizer import make_optimizer, make_schedule
 from openpi_accel.train.start import abstract_state, fresh_state
-from openpi_accel.train.step import IsTrainable, Step, make_train_step
+from openpi_accel.train.step import IsTrainable, Step, ValueAndGrad, make_train_step
 from openpi_accel.types import TrainState
 
 
-def build_ops(config: TrainConfig, acceleration: Acceleration) -> Ops:
-    """The model's units: upstream's, or the drop-ins that are switched on.
+def build_ops(config: TrainConfig, acceleration: Acceleration) -> tuple[Ops, tuple[str, ...]]:
+    """The model's units, upstream's or the drop-ins that are switched on; and what was decided by measuring.
 
     Raises:
         UserError: a drop-in that these devices cannot run.
     """
-    cudnn = acceleration.flash_attn and acceleration.flash_impl == "cudnn"
-    if cudnn and (jax.default_backend() != "gpu" or config.model.dtype != "bfloat16"):
-        raise UserError(
-            f"OPENPI_FLASH_IMPL=cudnn needs an NVIDIA GPU and --model.dtype bfloat16; this run has "
-            f"{jax.default_backend()} and {config.model.dtype}. Set OPENPI_FLASH_IMPL=xla."
-        )
     ops = REFERENCE_OPS
+    notes: tuple[str, ...] = ()
     if acceleration.flash_attn:
-        ops = dataclasses.replace(
-            ops,
-            gemma_attention=attention.gemma_attention_cudnn if cudnn else attention.gemma_attention_xla,
-            siglip_attention=attention.siglip_attention_cudnn if cudnn else attention.siglip_attention_xla,
-        )
+        gemma, siglip = str(acceleration.flash_impl), str(acceleration.flash_impl)
+        if acceleration.flash_impl == "auto":
+            choice = choose.fastest(_attention_shapes(config, acceleration), config.model.dtype)
+            gemma, siglip, notes = choice.gemma, choice.siglip, (str(choice),)
+        elif acceleration.flash_impl == "cudnn" and not choose.cudnn_serves(config.model.dtype):
+            raise UserError(
+                f"OPENPI_FLASH_IMPL=cudnn needs an NVIDIA GPU and --model.dtype bfloat16; this run has "
+                f"{jax.default_backend()} and {config.model.dtype}. Set OPENPI_FLASH_IMPL=xla."
+            )
+        ops = dataclasses.replace(ops, gemma_attention=choose.GEMMA[gemma], siglip_attention=choose.SIGLIP[siglip])
     if acceleration.batch_cameras:
         ops = dataclasses.replace(ops, encode_cameras=encode_in_one_pass)
     run_layers = UnrolledLayers if acceleration.unroll_layers else ScannedLayers
-    return dataclasses.replace(
+    ops = dataclasses.replace(
         ops, gemma_layers=run_layers(config.remat.gemma), siglip_layers=run_layers(config.remat.siglip)
+    )
+    return ops, notes
+
+
+def _attention_shapes(config: TrainConfig, acceleration: Acceleration) -> choose.AttentionShapes:
+    arch, length = config.model.architecture, config.model.max_token_len
+    assert isinstance(length, int), "the prompt length is fixed before the model is built"
+    if acceleration.skip_images == (AUTO,):
+        num_cameras = len(config.data.cameras.as_dict()) or len(CAMERA_SLOTS)
+    else:
+        num_cameras = len(CAMERA_SLOTS) - len(acceleration.skip_images)
+    batch = max(1, config.batch_size // jax.device_count())
+    suffix = (arch.action_horizon,) if arch.pi05 else (1, arch.action_horizon)
+    g, v = arch.paligemma, arch.vision
+    return choose.AttentionShapes(
+        batch=batch,
+        images=batch * (num_cameras if acceleration.batch_cameras else 1),
+        blocks=(num_cameras * v.num_tokens + length, *suffix),
+        gemma=(g.num_heads, g.num_kv_heads, g.head_dim),
+        siglip=(v.num_tokens, v.num_heads, v.width // v.num_heads),
     )
 
 
-def build_loss(arch: Architecture, ops: Ops, acceleration: Acceleration) -> LossFn:
-    """(params, batch with uint8 images, rng) -> scalar loss, with augmentation."""
+def build_loss(
+    arch: Architecture, ops: Ops, acceleration: Acceleration, num_microbatches: int = 1
+) -> tuple[LossFn, ValueAndGrad]:
+    """The loss of (params, batch with uint8 images, rng), with augmentation, and how its gradient is taken."""
     bind_model = bind(arch, ops)
     if acceleration.cast_early:
         bind_model = cast_weights_early(bind_model, arch.dtype)
-    return make_loss_fn(bind_model, augment)
+    if num_microbatches == 1:
+        return make_loss_fn(bind_model, augment), jax.value_and_grad
+    return lambda params, drawn, _: mean_loss(bind_model(params), drawn), accumulated(
+        functools.partial(draw, augment), num_microbatches
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +100,7 @@ class Training:
         counts: parameters per module.
         settings: what must stay the same on resume.
         train_rng: the run's key.
+        notes: what was decided by measuring, a sentence each.
     """
 
     step: Step
@@ -80,6 +108,7 @@ class Training:
     counts: list[ModuleCount]
     settings: Mapping[str, Any]
     train_rng: jax.Array
+    notes: tuple[str, ...]
     _fresh: Callable[..., TrainState]
     _params_path: str | None
 
@@ -96,10 +125,10 @@ class Training:
 
 
 def build_training(config: TrainConfig, acceleration: Acceleration, mesh: Mesh) -> Training:
-    """The step and the state's shapes; computes nothing on a device but keys.
+    """The step and the state's shapes; computes nothing on a device but keys, and times attention where asked to.
 
     Raises:
-        UserError: the freeze filter does not fit the model.
+        UserError: the freeze filter does not fit the model, or a drop-in cannot run on these devices.
     """
     arch = config.model.architecture
     make_params = functools.partial(init_params, arch)
@@ -109,14 +138,10 @@ def build_training(config: TrainConfig, acceleration: Acceleration, mesh: Mesh) 
     tx: optax.GradientTransformation = make_optimizer(config.optimizer, schedule)
     abstract = abstract_state(make_params, tx, is_trainable, config.ema_decay, mesh)
     train_rng, init_rng = jax.random.split(jax.random.key(config.seed))
+    ops, notes = build_ops(config, acceleration)
+    loss_fn, value_and_grad = build_loss(arch, ops, acceleration, config.num_microbatches)
     return Training(
-        step=make_train_step(
-            build_loss(arch, build_ops(config, acceleration), acceleration),
-            tx,
-            schedule,
-            is_trainable,
-            config.ema_decay,
-        ),
+        step=make_train_step(loss_fn, tx, schedule, is_trainable, config.ema_decay, value_and_grad),
         abstract=abstract,
         counts=count_parameters(shapes, is_trainable),
         settings={
@@ -127,6 +152,7 @@ def build_training(config: TrainConfig, acceleration: Acceleration, mesh: Mesh) 
             "lr_schedule": dataclasses.asdict(config.lr_schedule),
         },
         train_rng=train_rng,
+        notes=notes,
         _fresh=functools.partial(
             fresh_state, make_params, jax.random.split(init_rng)[1], abstract, tx, is_trainable, config.ema_decay
         ),

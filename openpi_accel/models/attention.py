@@ -18,9 +18,21 @@ MASKED_LOGIT = -2.3819763e38
 class MaskedAttention(Protocol):
     """Grouped-query attention under a mask; scales q by H^-0.5 itself."""
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-        """q: B T N H; k, v: B S K H -> B T N H, all in the compute dtype."""
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask
+    ) -> jax.Array | tuple[jax.Array, ...]:
+        """q: B T N H; k, v: B S K H -> B T N H, all in the compute dtype; or its parts by the mask's blocks."""
         ...
+
+
+def split_tokens(x: jax.Array | tuple[jax.Array, ...], lengths: list[int]) -> list[jax.Array]:
+    """An attention's result (B T N H, or parts of it along T) in pieces of these lengths."""
+    if isinstance(x, tuple):
+        if [part.shape[1] for part in x] == lengths:
+            return list(x)
+        x = jnp.concatenate(x, axis=1)
+    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return [x[:, stop - length : stop] for length, stop in zip(lengths, stops, strict=True)]
 
 
 class PlainAttention(Protocol):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from openpi_accel.config.schema import Architecture, GemmaConfig
+from openpi_accel.models.attention import split_tokens
 from openpi_accel.models.layers import AdaRMSNorm, Einsum, FeedForward, RMSNorm, gated_residual, rope
 from openpi_accel.models.masks import AttentionMask
 from openpi_accel.models.ops import Ops
@@ -45,28 +46,28 @@ class Attention(nnx.Module):
         self, xs: PerExpert, positions: jax.Array, mask: AttentionMask, cache: KVCache | None
     ) -> tuple[PerExpert, KVCache]:
         """xs: per expert B T_i D_i -> the same shapes, and the keys and values (B S K H each) including the cache's."""
-        parts = []
+        parts, start = [], 0
         for suffix, x in zip(SUFFIXES, xs, strict=True):
             if x is not None:
+                at = positions[:, start : start + x.shape[1]]
+                start += x.shape[1]
                 q = getattr(self, f"q_einsum{suffix}")(x, "BTD,NDH->BTNH", ("BTD,NDL->BTNL", "BTNL,NLH->BTNH"))
                 kv = getattr(self, f"kv_einsum{suffix}")(x, "BSD,2KDH->2BSKH", ("BSD,2KDL->2BSKL", "2BSKL,2KLH->2BSKH"))
-                parts.append((q, kv[0], kv[1]))
+                # Rotated before they are joined: an attention by blocks takes them apart again at no cost.
+                parts.append((rope(q, at), rope(kv[0], at), kv[1]))
         q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
-        q, k = rope(q, positions), rope(k, positions)
         if cache is not None:
             k, v = jnp.concatenate([cache[0], k], axis=1), jnp.concatenate([cache[1], v], axis=1)
-        encoded = self.attention(q, k, v, mask)
+        lengths = [x.shape[1] for x in xs if x is not None]
+        encoded = iter(split_tokens(self.attention(q, k, v, mask), lengths))
 
         outs: list[jax.Array | None] = []
-        start = 0
         for suffix, x in zip(SUFFIXES, xs, strict=True):
             if x is None:
                 outs.append(None)
                 continue
-            stop = start + x.shape[1]
             out = getattr(self, f"attn_vec_einsum{suffix}")
-            outs.append(out(encoded[:, start:stop], "BTNH,NHD->BTD", ("BTNH,NHL->BTL", "BTL,NLD->BTD")))
-            start = stop
+            outs.append(out(next(encoded), "BTNH,NHD->BTD", ("BTNH,NHL->BTL", "BTL,NLD->BTD")))
         return (outs[0], outs[1]), (k, v)
 
 

@@ -1,6 +1,9 @@
 """Times the training step on device-resident random data."""
 
 import dataclasses
+import gzip
+import pathlib
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +15,7 @@ import numpy as np
 from openpi_accel import tree
 from openpi_accel.build.training import build_training
 from openpi_accel.config.flags import Acceleration
-from openpi_accel.config.schema import AUTO, CAMERA_SLOTS, IMAGE_SIZE, TrainConfig
+from openpi_accel.config.schema import AUTO, CAMERA_SLOTS, IMAGE_SIZE, TrainConfig, WeightLoaderConfig
 from openpi_accel.errors import UserError
 from openpi_accel.models.flops import sample_flops
 from openpi_accel.parallel.mesh import check_batch_size, make_mesh
@@ -24,6 +27,9 @@ from openpi_accel.types import Batch, Observation, TrainState
 # Dense bfloat16 rates of the vendors' datasheets, FLOP/s per device.
 DATASHEET_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 _NOISE = 0.02
+# The compiled program, in the folder of a trace: it tells which part of the model a kernel belongs to.
+HLO_FILE = "step.hlo.txt.gz"
+TRACED_STEPS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,7 @@ class BenchResult:
         mfu: model FLOPs of the executed shapes, without recomputation, over the datasheet's dense bfloat16 rate; None
             where that is unknown.
         compile_s: tracing and compiling the step.
+        temporaries_gib: what the compiled step needs beside its arguments.
         losses: of the first and the last timed step.
         settings: what was run.
     """
@@ -45,6 +52,7 @@ class BenchResult:
     peak_memory_gib: float | None
     mfu: float | None
     compile_s: float
+    temporaries_gib: float
     losses: tuple[float, float]
     settings: Mapping[str, Any]
 
@@ -121,6 +129,8 @@ def measure(
     """
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
+    # Weights do not matter to speed, and public ones need not be on this machine.
+    config = dataclasses.replace(config, weight_loader=WeightLoaderConfig())
     training = build_training(config, acceleration, mesh)
     host_batch = random_batch(config, acceleration.skip_images)
     batch = jax.device_put(host_batch, batch_sharding(mesh))
@@ -131,6 +141,10 @@ def measure(
     step = compile_step(training.step, mesh, shardings_of(training.abstract))
     compiled = step.lower(training.abstract, batch, training.train_rng).compile()
     compile_s = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    temporaries_gib = memory.temp_size_in_bytes / 2**30
+    print(f"compiled in {compile_s:.1f} s, temporaries {temporaries_gib:.1f} GiB", *training.notes, file=sys.stderr)
     losses = []
     for index in range(num_warmup_steps + num_steps):
         if index == num_warmup_steps:
@@ -142,15 +156,18 @@ def measure(
     step_s = (time.perf_counter() - start) / num_steps
     if trace_dir is not None:
         with jax.profiler.trace(trace_dir, create_perfetto_trace=True):
-            for _ in range(2):
+            for _ in range(TRACED_STEPS):
                 state, metrics = compiled(state, batch, training.train_rng)
             jax.block_until_ready(state)
+        with gzip.open(pathlib.Path(trace_dir) / HLO_FILE, "wt") as file:
+            file.write(compiled.as_text() or "")
     return BenchResult(
         samples_per_s=config.batch_size / step_s,
         step_s=step_s,
         peak_memory_gib=_peak_memory_gib(),
         mfu=_mfu(config, len(host_batch.observation.images), step_s),
         compile_s=compile_s,
+        temporaries_gib=temporaries_gib,
         losses=(float(losses[num_warmup_steps]), float(losses[-1])),
         settings={
             "config": config.name,
@@ -165,6 +182,7 @@ def measure(
             "fsdp_devices": config.fsdp_devices,
             "acceleration": dataclasses.asdict(acceleration),
             "num_steps": num_steps,
+            "notes": list(training.notes),
             "num_devices": jax.device_count(),
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,

@@ -1,12 +1,20 @@
-"""Sums the GPU kernels of a profiler trace by name, so that time can be placed without a viewer."""
+"""Places the GPU time of a profiler trace, kernel by kernel and by what the kernels do, without a viewer."""
 
 import gzip
 import json
 import pathlib
+import re
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 Row = dict[str, Any]
+
+_COMPUTATION = re.compile(r"^%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\(")
+_CALLS = re.compile(r"calls=%?([\w.\-]+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OF_THE_STEP = re.compile(r"^jit\(step\)/[^/(]+$")  # outside the loss: optimizer, averages, norms
 
 
 def kernel_rows(trace_dir: pathlib.Path) -> list[Row]:
@@ -34,3 +42,56 @@ def kernel_rows(trace_dir: pathlib.Path) -> list[Row]:
         for (name, op, source), (count, ms) in sums.items()
     ]
     return sorted(rows, key=lambda row: -row["ms"])
+
+
+def time_by_kind(rows: Iterable[Row], hlo: str) -> dict[str, float]:
+    """Kind of work -> ms, longest first.
+
+    Args:
+        rows: from `kernel_rows`.
+        hlo: the text of the compiled program; a fusion's kernel has the fusion's name there.
+    """
+    bodies, names = _fusions(hlo)
+    sums: dict[str, float] = defaultdict(float)
+    for row in rows:
+        fusion = re.sub(r"_(\d+)$", r".\1", row["name"])
+        fusion = fusion if fusion in bodies else row["name"]
+        sums[_kind(row["name"], bodies.get(fusion, frozenset()), names.get(fusion, ""))] += row["ms"]
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def _kind(kernel: str, opcodes: frozenset[str], op_name: str) -> str:
+    if re.search(r"nvjet|gemm|cutlass|xmma", kernel):
+        return "products"
+    if re.search(r"sdpa|fmha|cudnn", kernel):
+        return "attention"
+    if _OF_THE_STEP.match(op_name):
+        return "optimizer, average, norms"
+    if "tanh" in opcodes:
+        return "MLP activations"
+    if "reduce" in opcodes:
+        return "normalisations and bias gradients"
+    if op_name.endswith("jvp()/slice"):
+        return "weights: slices and casts"
+    if opcodes and opcodes <= {"parameter", "concatenate", "slice", "transpose", "copy", "bitcast", "convert", "pad"}:
+        return "copies"
+    if "scatter" in opcodes or "scatter" in op_name:
+        return "embedding gradient"
+    return "elementwise rest" if opcodes else "unnamed"
+
+
+def _fusions(hlo: str) -> tuple[dict[str, frozenset[str]], dict[str, str]]:
+    """Fusion -> the operations in it, and -> JAX's name of it."""
+    inside: dict[str, set[str]] = defaultdict(set)
+    calls: dict[str, str] = {}
+    names: dict[str, str] = {}
+    computation = ""
+    for line in hlo.splitlines():
+        if match := _COMPUTATION.match(line):
+            computation = match[1]
+        elif match := _INSTRUCTION.match(line):
+            inside[computation].add(match[2])
+            if match[2] == "fusion" and (called := _CALLS.search(line)):
+                calls[match[1]] = called[1]
+                names[match[1]] = name[1] if (name := _OP_NAME.search(line)) else ""
+    return {fusion: frozenset(inside[called]) for fusion, called in calls.items()}, names

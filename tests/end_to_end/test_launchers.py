@@ -15,8 +15,15 @@ from tests.conftest import REPO
 BASH = shutil.which("bash")
 XLA_FLAGS = (
     "--xla_gpu_triton_gemm_any=false --xla_gpu_enable_latency_hiding_scheduler=true "
-    "--xla_gpu_enable_pipelined_all_gather=true"
+    "--xla_gpu_enable_pipelined_all_gather=true --xla_gpu_dot_merger_threshold_mb=0"
 )
+COMPUTE = {
+    "OPENPI_FLASH_ATTN": "1",
+    "OPENPI_FLASH_IMPL": "auto",
+    "OPENPI_BATCH_CAMERAS": "1",
+    "OPENPI_CAST_EARLY": "1",
+    "OPENPI_UNROLL_LAYERS": "1",
+}
 NODE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2"}
 
 # Answers what the launchers ask of a Python; in place of training, prints what it was given.
@@ -94,9 +101,8 @@ def test_opt_on_libero(stand_in, config):
     ]  # fmt: skip
     assert started.env["OPENPI_SKIP_IMAGES"] == "right_wrist_0_rgb" and started.env["OPENPI_SKIP_VIDEO_DECODE"] == "1"
     assert "XLA_FLAGS" not in started.env and "JAX_OPTIMIZATION_LEVEL" not in started.env  # no GPU answers here
-    # What is not written is not pretended.
     assert started.env["OPENPI_WORKER_CPU"] == "1"
-    assert not {"OPENPI_FLASH_ATTN", "OPENPI_FLASH_IMPL"} & set(started.env)
+    assert not {*COMPUTE, "JAX_COMPILATION_CACHE_DIR"} & set(started.env)
 
 
 def test_opt_on_other_data_looks_at_the_data(stand_in):
@@ -183,6 +189,11 @@ def test_a_gpu_gets_the_flags_and_its_set(stand_in, tmp_path, driver, cuda):
     done = launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path, XLA_FLAGS="--xla_own=1")
     started = Started(done)
     assert started.env["XLA_FLAGS"] == f"{XLA_FLAGS} --xla_own=1" and started.env["JAX_OPTIMIZATION_LEVEL"] == "O1"
+    assert {name: started.env[name] for name in COMPUTE} == COMPUTE
+    assert started.options[-5:-1] == ["--remat.gemma", "dots", "--remat.siglip", "dots"]
+    assert started.env["JAX_COMPILATION_CACHE_DIR"] == str(REPO / ".cache" / "jax")
+    own = launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path, OPENPI_FLASH_IMPL="xla", OPENPI_CAST_EARLY="0")
+    assert {Started(own).env[name] for name in ("OPENPI_FLASH_IMPL", "OPENPI_CAST_EARLY")} == {"xla", "0"}
 
     strict = Started(launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path, OPENPI_STRICT_EQUIV="1"))
     assert "XLA_FLAGS" not in strict.env and "JAX_OPTIMIZATION_LEVEL" not in strict.env
