@@ -31,7 +31,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "accel": BASE | {"config", "models", "parallel"},
     "train": BASE | {"config", "parallel"},
     "build": BASE | {"config", "models", "data", "parallel", "objective", "accel", "train"},
-    "tools": BASE | {"config", "models", "data", "parallel", "objective", "accel", "train", "build", "cli"},
+    "training_run": BASE | {"config", "models", "parallel", "train", "build"},
+    "tools": BASE
+    | {"config", "models", "data", "parallel", "objective", "accel", "train", "build", "training_run", "cli"},
 }
 # A second model family will join: these rooms work for any model.
 KNOW_NO_MODEL = ("train", "parallel")
