@@ -141,8 +141,7 @@ def pack(
             f"{folder}: {planned.left_bytes / 1e9:.1f} GB are still to be written, but {planned.free_bytes / 1e9:.1f} "
             "GB are free there. Choose a folder on another disk for --data.packed."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with _explained(folder), _locked(folder):
         manifest = _with_contents(dataset, manifest)
         write_manifest(folder, manifest)
         for left in folder.glob("shard-*.tmp"):
@@ -281,7 +280,21 @@ def _decode(
 
 
 @contextlib.contextmanager
+def _explained(folder: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        for left in folder.glob("shard-*.tmp"):
+            left.unlink()
+        raise UserError(
+            f"{folder} cannot be written ({error}). Free space (df -h) or choose another folder for --data.packed; the "
+            "shards that are whole stay, and the same command goes on."
+        ) from error
+
+
+@contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,6 +22,7 @@ from openpi_accel.data.lerobot.check import Problem, check_columns, check_frames
 from openpi_accel.data.lerobot.dataset import LeRobotDataset, open_dataset
 from openpi_accel.data.lerobot.locate import find_dataset
 from openpi_accel.data.mapping import propose_mapping, resolve_columns
+from openpi_accel.data.packed import PackedFrames, read_manifest
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer, scan_prompt_lengths
 from openpi_accel.errors import UserError
 
@@ -30,7 +31,8 @@ _MAX_SHOWN = 50
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """The script. 1 where --check finds something wrong, or a camera's first frame cannot be read.
+    """The script. 1 where --check finds something wrong, the pack of --packed cannot be used, or a camera's first
+    frame cannot be read.
 
     Raises:
         UserError: no dataset there, or an option that does not fit it.
@@ -52,11 +54,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.check:
         problems = check(dataset, args.num_workers, Console(stderr=True))
         report["problems"] = [{"dataset": str(dataset.root)} | dataclasses.asdict(problem) for problem in problems]
+    if args.packed:
+        report["packed"] = describe_pack(dataset, pathlib.Path(args.packed).expanduser())
     if args.json:
         print(json.dumps(_plain(report), ensure_ascii=False))
     else:
         _print(Console(), report)
-    return 1 if problems or any("problem" in camera for camera in report["cameras"].values()) else 0
+    unusable_pack = "problem" in report.get("packed", {})
+    return 1 if problems or unusable_pack or any("problem" in camera for camera in report["cameras"].values()) else 0
 
 
 def describe(dataset: LeRobotDataset, tokenizer: PromptTokenizer | None = None) -> dict[str, Any]:
@@ -131,6 +136,31 @@ def describe_rows(dataset: LeRobotDataset, rows: np.ndarray, horizon: int, colum
     ]
 
 
+def describe_pack(dataset: LeRobotDataset, folder: pathlib.Path) -> dict[str, Any]:
+    """What is packed there, and whether training would take it.
+
+    Raises:
+        UserError: nothing is packed there, or its manifest is damaged.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise UserError(f"Nothing is packed in {folder}. scripts/pack_dataset.py packs a dataset.")
+    entry: dict[str, Any] = {
+        "folder": str(folder),
+        "cameras": list(manifest.cameras),
+        "rows": manifest.num_rows,
+        "shards": len(manifest.shards),
+        "shards_there": sum(shard is not None for shard in manifest.shards),
+        "gb": manifest.num_rows * manifest.record_bytes / 1e9,
+        "bad_frames": len(manifest.bad),
+    }
+    try:
+        PackedFrames(folder, dataset, manifest.cameras, "python scripts/pack_dataset.py CONFIG --data.packed=…").close()
+    except UserError as error:
+        entry["problem"] = str(error)
+    return entry
+
+
 def check(dataset: LeRobotDataset, num_workers: int, console: Console) -> list[Problem]:
     """Reads everything; a progress bar on a terminal."""
     problems = check_columns(dataset)
@@ -166,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--state-key", default=AUTO, help="state column of --rows (default: by its usual name)")
     parser.add_argument("--action-key", default=AUTO, help="action column of --rows (default: by its usual name)")
     parser.add_argument("--tokenizer", help="SentencePiece model file: show prompt lengths in tokens too")
+    parser.add_argument("--packed", help="folder of a packed cache: say whether it is complete and this dataset's")
     parser.add_argument("--num-workers", type=int, default=2, help="threads of --check (default 2)")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of tables")
     return parser
@@ -253,6 +284,12 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     line("Proposed mapping to pi0.5's inputs:")
     for note in report["mapping"]["notes"] if report["mapping"] else [report["mapping_problem"]]:
         line(f"  {note}")
+    if packed := report.get("packed"):
+        line(
+            f"packed in {packed['folder']}: {', '.join(packed['cameras'])}, {packed['gb']:.2f} GB, "
+            f"{packed['shards_there']} of {packed['shards']} shards, {packed['bad_frames']} bad frames; "
+            f"{packed.get('problem', 'complete and of this dataset')}"
+        )
     for row in report.get("rows", []):
         line(f"row {row['row']}: episode {row['episode']}, frame {row['frame']}, task: {row['task']}")
         line(f"  state {_numbers(row['state'])}")

@@ -1,5 +1,6 @@
 """The packed cache: equal pixels, never stale, never half."""
 
+import json
 import os
 import pickle
 import shutil
@@ -18,6 +19,7 @@ from openpi_accel.data.packing import pack, plan, verify
 from openpi_accel.data.pipeline import BatchSource
 from openpi_accel.data.tokenizer import PromptTokenizer
 from openpi_accel.errors import UserError
+from openpi_accel.tools.inspect_dataset import main as inspect_main
 from openpi_accel.tools.pack_dataset import main
 from tests.data_fakes import unit_stats, write_tokenizer
 from tests.lerobot_writer import CAMERA, write_dataset
@@ -220,3 +222,30 @@ def test_the_script(root, tmp_path, capsys):
     assert "its pixels have changed" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"--data\.packed is missing"):
         main(["pi05_lerobot", f"--data.path={root}"], {})
+
+
+def test_inspect_tells_about_a_pack(root, tmp_path, capsys):
+    folder = tmp_path / "p"
+    with pytest.raises(UserError, match="Nothing is packed"):
+        inspect_main([str(root), f"--packed={folder}"], {})
+    packed(folder, open_dataset(root))
+    assert inspect_main([str(root), f"--packed={folder}"], {}) == 0
+    assert "3 of 3 shards, 0 bad frames; complete and of this dataset" in capsys.readouterr().out
+    os.utime(sorted(root.rglob("*.parquet"))[0], (1, 1))
+    assert inspect_main([str(root), f"--packed={folder}", "--json"], {}) == 1
+    assert "is not what was packed" in json.loads(capsys.readouterr().out)["packed"]["problem"]
+
+
+def test_a_disk_that_fills_up_leaves_whole_shards(root, tmp_path, monkeypatch):
+    dataset, calls = open_dataset(root), []
+
+    def full(file):
+        calls.append(file)
+        if len(calls) == 4:  # the manifest, a shard, the manifest, then the second shard
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"No space left.*the same command goes on"):
+        packed(tmp_path / "p", dataset)
+    assert [path.name for path in sorted((tmp_path / "p").glob("shard*"))] == ["shard-00000.bin"]
+    assert read_manifest(tmp_path / "p").shards[1:] == (None, None)
