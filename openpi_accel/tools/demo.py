@@ -13,7 +13,7 @@ from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
-from openpi_accel.data.lerobot.dataset import open_dataset
+from openpi_accel.data.lerobot.dataset import LeRobotDataset, open_dataset
 from openpi_accel.data.mapping import resolve_columns
 from openpi_accel.data.norm_stats import norm_stats_path, save_norm_stats
 from openpi_accel.data.rows import rows_of_episodes
@@ -102,6 +102,12 @@ def prepare(config: TrainConfig, console: Console) -> tuple[TrainConfig, np.ndar
     return config, spread_rows(rows_of_episodes(dataset, rest), _NUM_FRAMES)
 
 
+def training_episodes(dataset: LeRobotDataset) -> tuple[int, ...]:
+    """All but the last eighth of the episodes."""
+    ids = [int(number) for number in dataset.episode_ids]
+    return tuple(ids[: len(ids) - max(1, len(ids) // _HELD_OUT_SHARE)])
+
+
 def try_policy(
     trained: TrainConfig, tried_on: TrainConfig, rows: np.ndarray, environment: Environment
 ) -> tuple[Policy, Evaluation]:
@@ -170,8 +176,7 @@ def _with_data(
         write_dataset(root, synthetic)
         console.print(f"dataset: wrote {root} in {time.monotonic() - start_s:.1f} s")
     dataset = open_dataset(root)
-    ids = [int(number) for number in dataset.episode_ids]
-    episodes = config.data.episodes or tuple(ids[: len(ids) - max(1, len(ids) // _HELD_OUT_SHARE)])
+    episodes = config.data.episodes or training_episodes(dataset)
     tokenizer = config.data.tokenizer_path or str(TOKENIZER)
     data = dataclasses.replace(config.data, path=str(root), episodes=episodes, tokenizer_path=tokenizer)
     config = dataclasses.replace(config, data=data)

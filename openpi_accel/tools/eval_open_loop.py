@@ -116,10 +116,12 @@ def choose_episodes(
 def save_plots(
     policy: Policy, evaluation: Evaluation, out: pathlib.Path, *, num_steps: int, seed: int
 ) -> list[pathlib.Path]:
-    """Pictures of the first episodes: recorded actions, and predicted chunks one after the other."""
+    """Pictures of the longest episodes: recorded actions, and predicted chunks one after the other."""
     dataset, paths = policy.source.dataset, []
-    for episode in evaluation.episodes[:_MAX_PLOTS]:
-        rows = rows_of_episodes(dataset, [episode])
+    rows_of = {episode: rows_of_episodes(dataset, [episode]) for episode in evaluation.episodes}
+    longest = sorted(rows_of, key=lambda episode: -len(rows_of[episode]))
+    for episode in longest[:_MAX_PLOTS]:
+        rows = rows_of[episode]
         starts = rows[:: policy.source.horizon]
         recorded = numeric_column(dataset, policy.source.mapping.action_key)[rows]
         predicted = policy.predict(starts, seed=seed, num_steps=num_steps)

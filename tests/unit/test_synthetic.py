@@ -1,5 +1,6 @@
 """The drawn dataset: real LeRobot files, equal for equal seeds, whose action needs pictures and prompt."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -7,11 +8,17 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from openpi_accel.config.presets import get_preset
 from openpi_accel.data import synthetic
 from openpi_accel.data.lerobot.dataset import open_dataset
+from openpi_accel.data.mapping import resolve_columns
+from openpi_accel.data.norm_stats import load_norm_stats, norm_stats_path
+from openpi_accel.data.rows import rows_of_episodes
 from openpi_accel.data.synthetic import CAMERAS, SyntheticConfig, write_dataset
 from openpi_accel.data.synthetic_scene import COLOURS, TASKS, make_episode
 from openpi_accel.errors import UserError
+from openpi_accel.tools.compute_norm_stats import compute_norm_stats
+from openpi_accel.tools.demo import training_episodes
 from openpi_accel.tools.inspect_dataset import main as inspect_main
 
 SMALL = SyntheticConfig(num_episodes=7, image_size=32)
@@ -158,3 +165,16 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         write_dataset(tmp_path / "data", SMALL)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_shipped_statistics_are_the_demos(tmp_path, repo):
+    """Numbers do not depend on the size of the pictures."""
+    write_dataset(tmp_path / "data", dataclasses.replace(SyntheticConfig(), image_size=8))
+    dataset, config = open_dataset(tmp_path / "data"), get_preset("pi05_demo")
+    rows = rows_of_episodes(dataset, training_episodes(dataset))
+    computed = compute_norm_stats(dataset, resolve_columns(config.data, dataset), rows, config=config)
+    shipped = load_norm_stats(norm_stats_path(repo / "assets", config.name, config.asset_id), command="")
+    assert shipped.computed_for == computed.computed_for
+    for key in ("state", "actions"):
+        for name in ("mean", "std", "q01", "q99"):
+            np.testing.assert_allclose(getattr(getattr(shipped, key), name), getattr(getattr(computed, key), name))
