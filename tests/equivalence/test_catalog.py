@@ -215,9 +215,27 @@ def test_what_the_device_cannot_serve_is_an_error() -> None:
         build_ops(CONFIG, Acceleration(flash_attn=True, flash_impl="cudnn"))
 
 
-def test_auto_says_what_it_measured() -> None:
+def test_auto_without_a_choice_says_so() -> None:
     notes = build_ops(CONFIG, Acceleration(flash_attn=True, flash_impl="auto"))[1]
-    assert len(notes) == 1 and "Gemma xla" in notes[0] and "-> xla" in notes[0]
+    assert len(notes) == 1 and "took xla, the only one" in notes[0]
+
+
+def test_auto_measures_and_takes_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a kernel beside the reference that is slower for one tower, and one that is faster for the other."""
+    monkeypatch.setattr(choose, "cudnn_serves", lambda dtype: True)
+
+    def slow(q: jax.Array, k: jax.Array, v: jax.Array, *mask: Any) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (jnp.sin(x), None), jnp.tile(q, (1, 4, 1, 1)), length=60)[0]
+
+    def fast(q: jax.Array, k: jax.Array, v: jax.Array, *mask: Any) -> jax.Array:
+        return q + k + v
+
+    monkeypatch.setattr(choose, "GEMMA", {"xla": choose.GEMMA["xla"], "cudnn": slow})
+    monkeypatch.setattr(choose, "SIGLIP", {"xla": choose.SIGLIP["xla"], "cudnn": fast})
+    shapes = choose.AttentionShapes(batch=2, images=2, blocks=(64, 8), gemma=(4, 1, 16), siglip=(64, 4, 16))
+    choice = choose.fastest(shapes, "float32")
+    assert (choice.gemma, choice.siglip) == ("xla", "cudnn")
+    assert "Gemma xla" in str(choice) and "-> cudnn" in str(choice)
 
 
 @pytest.mark.parametrize("num_kv", [1, 2])
