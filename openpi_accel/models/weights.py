@@ -54,7 +54,7 @@ def find_params_folder(path: str | pathlib.Path, data_home: pathlib.Path | None 
         local = data_home / str(path).removeprefix(_ADDRESS)
         if not local.is_dir():
             raise UserError(
-                f"The base weights {path} are not on this machine (looked in {local}). Fetch them once (public, 12 GB):\n"
+                f"The base weights {path} are not on this machine (looked in {local}). Fetch them once (12 GB):\n"
                 f"    mkdir -p {local.parent} && gcloud storage cp -r {path} {local.parent}/\n"
                 "(or gsutil -m cp -r), or name their folder: BASE_CHECKPOINT_PATH=DIR/params "
                 "(--weight-loader.params-path=DIR/params). To train from fresh weights on purpose, pass "

@@ -97,5 +97,5 @@ def test_switches_are_strict_and_off_by_default():
 
 def test_folders_follow_the_variables_of_the_libraries():
     env = Environment.from_env({"HOME": "/h", "HF_HOME": "/hf", "OPENPI_DATA_HOME": "/o"})
-    assert (str(env.openpi_data_home), str(env.hf_lerobot_home), str(env.hf_hub_cache)) == ("/o", "/hf/lerobot", "/hf/hub")
+    assert [str(folder) for folder in dataclasses.astuple(env)] == ["/o", "/hf/lerobot", "/hf/hub"]
     assert str(Environment.from_env({"HOME": "/h"}).openpi_data_home) == "/h/.cache/openpi"
