@@ -241,7 +241,7 @@ def test_auto_measures_and_takes_the_faster(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("num_kv", [1, 2])
 def test_attention_alone(num_kv: int) -> None:
     """Grouped heads, padding inside the prefix, three blocks, cached keys."""
-    _compare_attention(choose.GEMMA["xla"], num_kv, num_cached=79)
+    assert _attention_difference(choose.GEMMA["xla"], num_kv, num_cached=79) < 1e-5
 
 
 def test_the_cudnn_path_around_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,11 +253,14 @@ def test_the_cudnn_path_around_its_kernel(monkeypatch: pytest.MonkeyPatch) -> No
         return kernel(*args, implementation="xla", **more)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
-    _compare_attention(choose.GEMMA["cudnn"], num_kv=1, num_cached=0)
+    assert _attention_difference(choose.GEMMA["cudnn"], num_kv=1, num_cached=0) < 1e-5
 
 
-def _compare_attention(attend: Any, num_kv: int, num_cached: int) -> None:
-    """Values and gradients of valid tokens against the reference; blocks of 79, 1 and 10, with padding in the first."""
+def _attention_difference(attend: Any, num_kv: int, num_cached: int) -> float:
+    """The largest of value and gradients of valid tokens, relative to the reference.
+
+    Blocks of 79, 1 and 10 tokens, with padding in the first.
+    """
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v = (
         jax.random.normal(key, (2, length, heads, 16))
@@ -274,6 +277,5 @@ def _compare_attention(attend: Any, num_kv: int, num_cached: int) -> None:
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))
 
     (want, want_grads), (got, got_grads) = summed(gemma_attention)(q, k, v), summed(attend)(q, k, v)
-    np.testing.assert_allclose(got, want, rtol=1e-5)
-    for a, b in zip(got_grads, want_grads, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+    pairs = [(got, want), *zip(got_grads, want_grads, strict=True)]
+    return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
