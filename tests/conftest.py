@@ -5,6 +5,7 @@ The device count is set before JAX starts, so every test of the process sees the
 
 import os
 import pathlib
+from typing import Any
 
 import jax
 import pytest
@@ -39,6 +40,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_DESELECTED] = len(needs_shared)
     config.hook.pytest_deselected(items=needs_shared)
     items[:] = [item for item in items if not item.get_closest_marker("shared")]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """With several test processes (pytest-xdist) each collects all tests, so any one's count is the count."""
+    node.config.stash[_DESELECTED] = getattr(node, "workeroutput", {}).get("deselected", 0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hands the count on to the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = session.config.stash.get(_DESELECTED, 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
