@@ -57,10 +57,17 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     acceleration, environment = Acceleration.from_env(env), Environment.from_env(env)
 
     config, held_out = prepare(config, console)
+    folder = run_folder_of(config)
+    finished = config.resume and committed_steps(folder)[-1:] == [config.num_train_steps - 1]
     result = train(config, acceleration, environment)
     if result.exit_code:
         return result.exit_code
-    folder = run_folder_of(config)
+    if finished:
+        more = 2 * config.num_train_steps
+        console.print(
+            f"The run had all of its {config.num_train_steps} steps already and is only evaluated again. Train on "
+            f"with: RESUME=1 bash run_opt.sh {CONFIG_NAME} --num-train-steps {more}"
+        )
     policy, evaluation = try_policy(config, config, held_out, environment)
     out = folder / "open_loop"
     pictures = save_results(policy, evaluation, out, num_steps=10, seed=0)
@@ -178,7 +185,8 @@ def _with_data(
     dataset = open_dataset(root)
     episodes = config.data.episodes or training_episodes(dataset)
     tokenizer = config.data.tokenizer_path or str(TOKENIZER)
-    data = dataclasses.replace(config.data, path=str(root), episodes=episodes, tokenizer_path=tokenizer)
+    packed = config.data.packed if root == pathlib.Path(config.data.path or root) else None
+    data = dataclasses.replace(config.data, path=str(root), episodes=episodes, tokenizer_path=tokenizer, packed=packed)
     config = dataclasses.replace(config, data=data)
     if stats:
         path = norm_stats_path(config.assets_base_dir, config.name, config.asset_id)

@@ -16,7 +16,9 @@ from openpi_accel.config.environment import Environment
 from openpi_accel.config.presets import get_preset
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.data.lerobot.dataset import LeRobotDataset
-from openpi_accel.data.rows import numeric_column, rows_of_episodes
+from openpi_accel.data.pipeline import BatchSource
+from openpi_accel.data.rows import hold_out, numeric_column, rows_of_episodes
+from openpi_accel.data.statistics import fingerprint
 from openpi_accel.data.transforms import to_absolute
 from openpi_accel.errors import UserError
 from openpi_accel.tools.open_loop import OpenLoopErrors, last_action, open_loop_errors, spread_rows
@@ -163,10 +165,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         checkpoint, config, Environment.from_env(env), batch_size=args.batch_size, asset_id=args.asset_id
     )
     dataset = policy.source.dataset
-    trained_on = _trained_on(checkpoint, dataset)
-    rows = rows_of_episodes(dataset, choose_episodes(dataset, trained_on, args.episodes))
+    trained = trained_on(checkpoint, policy.source)
+    rows = rows_of_episodes(dataset, choose_episodes(dataset, trained, args.episodes))
     evaluation = evaluate(
-        policy, spread_rows(rows, args.num_samples), trained_on=trained_on, num_steps=args.num_steps, seed=args.seed
+        policy, spread_rows(rows, args.num_samples), trained_on=trained, num_steps=args.num_steps, seed=args.seed
     )
     out = pathlib.Path(args.out) if args.out else checkpoint.folder.parent / f"open_loop_{checkpoint.folder.name}"
     pictures = save_results(policy, evaluation, out, num_steps=args.num_steps, seed=args.seed)
@@ -196,11 +198,23 @@ def save_results(
     return pictures
 
 
-def _trained_on(checkpoint: Checkpoint, dataset: LeRobotDataset) -> Sequence[int] | None:
+def trained_on(checkpoint: Checkpoint, source: BatchSource) -> tuple[int, ...] | None:
+    """Episodes of the source's dataset that the run trained on.
+
+    None where nothing says so: a run without config.json, or a dataset that is neither at the run's path nor equal in
+    every state and action to what the run's statistics were computed from.
+    """
     if checkpoint.config is None:
         return None
-    episodes = checkpoint.config.data.episodes
-    return [int(number) for number in dataset.episode_ids] if episodes is None else episodes
+    dataset, data = source.dataset, checkpoint.config.data
+    columns = (numeric_column(dataset, key) for key in (source.mapping.state_key, source.mapping.action_key))
+    computed_for = source.numbers.norm_stats.computed_for
+    same_place = data.path is not None and pathlib.Path(data.path).expanduser().resolve() == dataset.root.resolve()
+    if not same_place and (computed_for is None or computed_for.fingerprint != fingerprint(*columns)):
+        return None
+    rows = rows_of_episodes(dataset, data.episodes)
+    rows, _ = hold_out(dataset, rows, data.val_fraction, checkpoint.config.seed)
+    return tuple(int(number) for number in dataset.episode_ids[np.unique(dataset.episode_of(rows))])
 
 
 def _config(args: argparse.Namespace, checkpoint: Checkpoint, env: Mapping[str, str]) -> TrainConfig:

@@ -171,12 +171,14 @@ def load_policy(
 ) -> Policy:
     """Reads weights and statistics, and opens the dataset that `config` names.
 
-    Cameras that feed no slot are left out: their tokens are masked anyway.
+    Cameras that feed no slot are left out: their tokens are masked anyway. A packed cache is not used: it may be of
+    another dataset.
 
     Raises:
         UserError: as `build_source`; or the weights are of another model.
     """
     file = checkpoint.norm_stats_file(asset_id or config.asset_id)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, packed=None))
     acceleration = Acceleration(skip_images=("auto",), skip_video_decode=True)
     config, source = build_source(config, acceleration, environment, norm_stats_file=file)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -1,5 +1,6 @@
 """Open-loop errors: the mathematics on small arrays, and the evaluation of policies whose answers are known."""
 
+import copy
 import dataclasses
 import json
 import pathlib
@@ -21,9 +22,9 @@ from openpi_accel.data.pipeline import BatchSource
 from openpi_accel.data.synthetic import SyntheticConfig, write_dataset
 from openpi_accel.errors import UserError
 from openpi_accel.tools.compute_norm_stats import compute_norm_stats
-from openpi_accel.tools.eval_open_loop import choose_episodes, evaluate, main, save_results
+from openpi_accel.tools.eval_open_loop import choose_episodes, evaluate, main, save_results, trained_on
 from openpi_accel.tools.open_loop import last_action, open_loop_errors, spread_rows
-from openpi_accel.tools.policy import Policy, find_checkpoint
+from openpi_accel.tools.policy import Checkpoint, Policy, find_checkpoint
 
 NO_ENV = Environment.from_env({"HOME": "/nonexistent"})
 
@@ -151,6 +152,24 @@ def test_held_out_episodes_are_chosen_and_named(source):
     policy, starts = KnownPolicy(source, np.zeros(3)), dataset.episode_starts
     assert evaluate(policy, starts[3:5], trained_on=(0, 1, 2)).held_out is True
     assert evaluate(policy, starts[2:4], trained_on=(0, 1, 2)).held_out is False
+
+
+def test_what_was_trained_on_is_known_by_place_or_content(source, config, tmp_path):
+    def trained(**changes: object) -> tuple[int, ...] | None:
+        data = dataclasses.replace(config.data, **changes)
+        return trained_on(Checkpoint(folder=tmp_path, config=dataclasses.replace(config, data=data)), source)
+
+    assert trained() == (0, 1, 2)
+    assert trained(episodes=None) == (0, 1, 2, 3, 4)
+    assert len(trained(episodes=None, val_fraction=0.4) or ()) == 3
+    assert trained(path=str(tmp_path)) == (0, 1, 2)  # moved since, equal in content
+    stats = dataclasses.replace(source.numbers.norm_stats, computed_for=None)
+    other = copy.copy(source)
+    other.numbers = dataclasses.replace(source.numbers, norm_stats=stats)
+    data = dataclasses.replace(config.data, path=str(tmp_path))
+    elsewhere = Checkpoint(folder=tmp_path, config=dataclasses.replace(config, data=data))
+    assert trained_on(elsewhere, other) is None
+    assert trained_on(Checkpoint(folder=tmp_path, config=None), source) is None
 
 
 def test_results_are_saved(source, tmp_path):
