@@ -178,7 +178,8 @@ def test_a_slow_batch_is_named(caplog):
 
 
 PARENT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that it is ignored
 import numpy as np
 from openpi_accel.data.loader import Loader
 from openpi_accel.data.worker_pool import ProcessPool
