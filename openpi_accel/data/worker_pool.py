@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -74,6 +75,7 @@ class ProcessPool[T]:
         self._payload = pickle.dumps(load_batch, protocol=5)
         self._buffers: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         self._num_buffers = 0
+        self._counting = threading.Lock()
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self._processes = [_Process(number) for number in range(num_workers)]
         for process in self._processes:
@@ -110,8 +112,9 @@ class ProcessPool[T]:
             try:
                 buffer = self._buffers.get_nowait()
             except queue.Empty:
-                buffer = _Buffer(self._num_buffers)
-                self._num_buffers += 1
+                with self._counting:  # workers know memory by its number: two of one number would mix batches up
+                    buffer = _Buffer(self._num_buffers)
+                    self._num_buffers += 1
             try:
                 meta, places = process.load(self._payload, buffer, rows)
             except BaseException:

@@ -91,6 +91,28 @@ def test_the_same_batches_in_memory_that_is_used_again():
         np.testing.assert_array_equal(batch.observation.images["a"], expected[number].batch.observation.images["a"])
 
 
+def test_threads_that_need_new_memory_at_once_get_different_memory(monkeypatch):
+    create = os.memfd_create
+
+    def create_slowly(*args):
+        time.sleep(0.05)
+        return create(*args)
+
+    pool = ProcessPool(batch_of, 2)
+    try:
+        monkeypatch.setattr(os, "memfd_create", create_slowly)
+        kept = []
+        for start in range(0, 60, 6):  # both workers come to know all the memory
+            futures = [pool.submit(np.arange(start + more, start + more + 3)) for more in (0, 3)]
+            batches = [future.result(timeout=60) for future in futures]
+            for more, batch in zip((0, 3), batches, strict=True):
+                np.testing.assert_array_equal(batch.actions[:, 0], np.arange(start + more, start + more + 3))
+            kept += batches[: start == 0]
+        np.testing.assert_array_equal(kept[0].actions[:, 0], np.arange(3))
+    finally:
+        pool.close()
+
+
 def test_workers_have_no_gpu_and_their_own_cores(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_no_such_flag=true")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
