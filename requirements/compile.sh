@@ -22,3 +22,4 @@ pin cuda12.txt 3.12 "${core[@]}" --extra cuda12
 pin cuda13.txt 3.12 "${core[@]}" --extra cuda13
 pin dev.txt 3.12 "${core[@]}" --extra dev
 pin upstream.txt 3.11 requirements/upstream.in
+pin upstream_jax.txt 3.12 requirements/upstream_jax.in
