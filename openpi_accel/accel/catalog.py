@@ -118,7 +118,7 @@ CATALOG: tuple[Entry, ...] = (
         options={"remat.gemma": "dots", "remat.siglip": "dots"},
         bound=_REORDERED,
         reference="models.stack.ScanLayers, everything recomputed",
-        candidate="accel.layers.ScannedLayers that keeps the products",
+        candidate="the same with a policy that keeps the products (accel.layers.POLICIES)",
     ),
     Entry(
         name="remat_none",
@@ -126,7 +126,7 @@ CATALOG: tuple[Entry, ...] = (
         options={"remat.gemma": "none", "remat.siglip": "none"},
         bound=_REORDERED,
         reference="models.stack.ScanLayers, everything recomputed",
-        candidate="accel.layers.ScannedLayers that keeps everything",
+        candidate="the same with a policy that keeps everything",
         in_opt=False,
     ),
     Entry(

@@ -1,7 +1,6 @@
 """Ways to run a stack of equal layers: what the backward pass keeps, and whether the loop is unrolled."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,43 +8,26 @@ import jax.numpy as jnp
 
 from openpi_accel.accel.attention import ATTENTION, CUDNN_FORWARD
 from openpi_accel.config.schema import RematPolicy
-from openpi_accel.models.stack import LayerBody
+from openpi_accel.models.stack import LayerBody, Policy
 
 
 def _is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
     return bool(primitive.name == CUDNN_FORWARD)
 
 
-# What the backward pass keeps of a layer. full: its input alone. dots: also the results of products with weights, and
-# what attention takes and gives; normalisations, activations and probabilities are recomputed. none is not here: no
-# checkpoint.
-_POLICIES: dict[RematPolicy, Callable[..., Any]] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
+# What the backward pass keeps of a layer, as policies of jax.checkpoint. full: its input alone, as the reference. dots:
+# also the results of products with weights, and what attention takes and gives; normalisations, activations and
+# probabilities are recomputed. none: everything.
+POLICIES: dict[RematPolicy, Policy] = {
+    "full": None,
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.save_from_both_policies(
             jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _is_cudnn_forward
         ),
         jax.checkpoint_policies.save_only_these_names(ATTENTION),
     ),
+    "none": jax.checkpoint_policies.everything_saveable,
 }
-
-
-def _rematerialised(body: LayerBody, policy: RematPolicy, *, prevent_cse: bool) -> LayerBody:
-    return body if policy == "none" else jax.checkpoint(body, policy=_POLICIES[policy], prevent_cse=prevent_cse)
-
-
-@dataclasses.dataclass(frozen=True)
-class ScannedLayers:
-    """One `lax.scan`.
-
-    Attributes:
-        policy: what the backward pass keeps.
-    """
-
-    policy: RematPolicy
-
-    def __call__(self, body: LayerBody, carry: Any, layers: Any) -> tuple[Any, Any]:
-        return jax.lax.scan(_rematerialised(body, self.policy, prevent_cse=False), carry, layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +36,13 @@ class UnrolledLayers:
     (of the last one, the first expert's queries, attention output and MLP).
 
     Attributes:
-        policy: what the backward pass keeps.
+        policy: what the backward pass keeps; see models.stack.ScanLayers.
     """
 
-    policy: RematPolicy
+    policy: Policy
 
     def __call__(self, body: LayerBody, carry: Any, layers: Any) -> tuple[Any, Any]:
-        body, outs = _rematerialised(body, self.policy, prevent_cse=True), []
+        body, outs = jax.checkpoint(body, policy=self.policy), []
         for layer in unstack(layers):
             carry, out = body(carry, layer)
             outs.append(out)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from openpi_accel.accel import choose
 from openpi_accel.accel.cast import cast_weights_early
-from openpi_accel.accel.layers import ScannedLayers, UnrolledLayers
+from openpi_accel.accel.layers import POLICIES, UnrolledLayers
 from openpi_accel.accel.microbatch import accumulated
 from openpi_accel.accel.vision import encode_in_one_pass
 from openpi_accel.config.flags import Acceleration
@@ -21,6 +21,7 @@ from openpi_accel.errors import UserError
 from openpi_accel.models.freeze import ModuleCount, count_parameters, trainable_predicate
 from openpi_accel.models.ops import REFERENCE_OPS, Ops
 from openpi_accel.models.pure import bind, init_params
+from openpi_accel.models.stack import ScanLayers
 from openpi_accel.models.weights import WeightsReport, load_base_params
 from openpi_accel.objective import LossFn, draw, make_loss_fn, mean_loss
 from openpi_accel.train.optimizer import make_optimizer, make_schedule
@@ -50,9 +51,11 @@ def build_ops(config: TrainConfig, acceleration: Acceleration) -> tuple[Ops, tup
         ops = dataclasses.replace(ops, gemma_attention=choose.GEMMA[gemma], siglip_attention=choose.SIGLIP[siglip])
     if acceleration.batch_cameras:
         ops = dataclasses.replace(ops, encode_cameras=encode_in_one_pass)
-    run_layers = UnrolledLayers if acceleration.unroll_layers else ScannedLayers
+    run_layers = UnrolledLayers if acceleration.unroll_layers else ScanLayers
     ops = dataclasses.replace(
-        ops, gemma_layers=run_layers(config.remat.gemma), siglip_layers=run_layers(config.remat.siglip)
+        ops,
+        gemma_layers=run_layers(POLICIES[config.remat.gemma]),
+        siglip_layers=run_layers(POLICIES[config.remat.siglip]),
     )
     return ops, notes
 

@@ -9,6 +9,8 @@ from flax import nnx
 
 # (carry, one layer's slice) -> (carry, one layer's output or None)
 LayerBody = Callable[[Any, Any], tuple[Any, Any]]
+# What jax.checkpoint may keep of a layer for the backward pass; None keeps nothing but its input.
+Policy = Callable[..., Any] | None
 
 
 class RunLayers(Protocol):
@@ -27,7 +29,7 @@ class ScanLayers:
         policy: what the backward pass may keep of each layer; None keeps nothing but the carry (upstream's choice).
     """
 
-    policy: Callable[..., Any] | None = None
+    policy: Policy = None
 
     def __call__(self, body: LayerBody, carry: Any, layers: Any) -> tuple[Any, Any]:
         # Inside a scan no common-subexpression elimination can undo the recomputation, so its barriers are left out.
