@@ -183,6 +183,7 @@ def _run(
                 position=position,
                 on_first_batch=save_pictures,
                 on_first_step=lambda: discard_replaced(folder),
+                rows_of=lambda ids: data.rows[ids],
                 validation=build_validation(data, mesh),
                 skipped=lambda: sorted(dict(loader.skipped).items()),  # a copy: its thread goes on
                 show=jax.process_index() == 0,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from openpi_accel.errors import UserError
@@ -62,6 +63,7 @@ def run(
     position: Position | None = None,
     on_first_batch: Callable[[Any], None] | None = None,
     on_first_step: Callable[[], object] = lambda: None,
+    rows_of: Callable[[np.ndarray], np.ndarray] = np.asarray,
     validation: Validation | None = None,
     skipped: Callable[[], Sequence[tuple[int, str]]] = tuple,
     show: bool = True,
@@ -85,6 +87,7 @@ def run(
         skipped: tells the samples that the loader has left out so far, for the checkpoint.
         on_first_batch: gets the first batch, as the loader gave it.
         on_first_step: called once a first step is known to be finite.
+        rows_of: sample ids -> rows of the dataset, by which a person can look samples up.
         show: print progress (process 0).
 
     Raises:
@@ -95,7 +98,9 @@ def run(
     first_step = int(state.step)
     index = first_step - 1
     progress = ProgressReport(config.num_train_steps, first_step) if show else None
-    watch = StepWatch(config, store.folder, metrics, progress, position.unlogged if position else {}, on_first_step)
+    watch = StepWatch(
+        config, store.folder, metrics, progress, position.unlogged if position else {}, on_first_step, rows_of
+    )
     prefetcher = DevicePrefetcher(loader, batch_sharding(mesh))
     try:
         with _stop_signals() as stop:

@@ -8,6 +8,8 @@ from jax.experimental import multihost_utils
 
 from openpi_accel.errors import UserError
 
+# Where a step whose loss is not finite leaves the ids of its samples.
+NOT_FINITE = "not_finite_step_{step}.json"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
@@ -72,6 +74,8 @@ def restore_replaced(folder: pathlib.Path) -> bool:
     """Puts the overwritten run back in place of a new one that came to nothing; whether there was one."""
     if jax.process_index() != 0 or not _replaced(folder).exists():
         return False
+    for evidence in folder.glob(NOT_FINITE.format(step="*")):  # an error message names it
+        shutil.move(evidence, _replaced(folder) / evidence.name)
     shutil.rmtree(folder, ignore_errors=True)
     _replaced(folder).rename(folder)
     return True

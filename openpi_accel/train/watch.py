@@ -16,6 +16,7 @@ import numpy as np
 from openpi_accel.errors import UserError
 from openpi_accel.train.metrics import MetricsWriter, hash_sample_ids
 from openpi_accel.train.progress import ProgressReport
+from openpi_accel.train.run_folder import NOT_FINITE
 from openpi_accel.types import TrainState
 
 
@@ -51,9 +52,11 @@ class StepWatch:
         progress: ProgressReport | None,
         unlogged: Mapping[str, list[float]],
         on_first_step: Callable[[], object] = lambda: None,
+        rows_of: Callable[[np.ndarray], np.ndarray] = np.asarray,
     ) -> None:
         self._config, self._folder, self._metrics, self._progress = config, folder, metrics, progress
         self._flight: deque[_Started] = deque()
+        self._rows_of = rows_of
         self._on_first_step: Callable[[], object] | None = on_first_step
         self._values: dict[str, list[float]] = {name: list(v) for name, v in unlogged.items()}
         self.reset_timing()
@@ -131,11 +134,11 @@ class StepWatch:
 
     def _not_finite(self, values: dict[str, float]) -> NonFiniteError:
         started = self._flight[0]
-        path = self._folder / f"not_finite_step_{started.index}.json"
+        path = self._folder / NOT_FINITE.format(step=started.index)
         content = {
             "step": started.index,
             "metrics": {name: repr(value) for name, value in values.items()},
-            "sample_ids": {str(step.index): np.asarray(step.sample_ids).tolist() for step in self._flight},
+            "sample_ids": {str(step.index): self._rows_of(step.sample_ids).tolist() for step in self._flight},
         }
         if jax.process_index() == 0:  # all processes know the ids of the whole batch and see the same metrics
             aside = path.with_suffix(".tmp")

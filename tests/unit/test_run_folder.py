@@ -36,7 +36,9 @@ def test_an_overwritten_run_comes_back_if_the_new_one_came_to_nothing(tmp_path: 
     prepare_run_folder(run, resume=False, overwrite=True)
     assert list(run.iterdir()) == []
     (run / "metrics.jsonl").write_text("new")
+    (run / "not_finite_step_0.json").write_text("ids")
     assert restore_replaced(run)
+    assert (run / "not_finite_step_0.json").read_text() == "ids"  # the message that ended the new run names it
     assert (run / "metrics.jsonl").read_text() == "old" and (run / "7" / "params").is_dir()
     assert not restore_replaced(run)  # nothing more to put back, and nothing is lost by asking
     assert (run / "7" / "params").is_dir() and [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from openpi_accel.data.lerobot.segments import Ranges, Scattered, collect, plain_layout, snappy_layout
+from openpi_accel.data.lerobot.segments import Ranges, Scattered, collect, plain_layout, read_varint, snappy_layout
 
 # Numbers of the format specification (parquet.thrift).
 _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
@@ -227,7 +227,7 @@ def _decode_hybrid(data: memoryview, width: int, count: int) -> np.ndarray:
     parts, at, got = [], 0, 0
     num_bytes = -(-width // 8)
     while got < count:
-        header, at = _varint(data, at)
+        header, at = read_varint(data, at)
         if header & 1:
             size = (header >> 1) * width
             bits = np.unpackbits(np.frombuffer(data[at : at + size], np.uint8), bitorder="little")
@@ -254,18 +254,8 @@ def _parse_header(data: bytes, offset: int) -> Page:
         if kind == _DATA_PAGE_V2:
             encoding, levels_bytes, compressed = head[4], head[5] + head.get(6, 0), head.get(7, True)
         return Page(kind, encoding, offset + size, fields[3], fields[2], head.get(1, 0), levels_bytes, compressed)
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise Unsupported(f"a page header at {offset} that is not understood") from error
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
 
 
 def _struct(data: memoryview, at: int) -> tuple[dict[int, Any], int]:
@@ -277,7 +267,7 @@ def _struct(data: memoryview, at: int) -> tuple[dict[int, Any], int]:
         if head >> 4:
             number += head >> 4
         else:
-            raw, at = _varint(data, at)
+            raw, at = read_varint(data, at)
             number = (raw >> 1) ^ -(raw & 1)
         kind = head & 0x0F
         if kind in (1, 2):
@@ -286,10 +276,10 @@ def _struct(data: memoryview, at: int) -> tuple[dict[int, Any], int]:
             if kind == 3:
                 fields[number], at = data[at], at + 1
             else:
-                raw, at = _varint(data, at)
+                raw, at = read_varint(data, at)
                 fields[number] = (raw >> 1) ^ -(raw & 1)
         elif kind == 8:
-            size, at = _varint(data, at)
+            size, at = read_varint(data, at)
             fields[number], at = None, at + size  # statistics; not needed
         elif kind == 12:
             fields[number], at = _struct(data, at)

@@ -111,7 +111,7 @@ def snappy_layout(data: bytes, offset: int) -> Layout:
         Scattered: too many elements.
         ValueError: the stream is damaged.
     """
-    size, at = _varint(data)
+    size, at = read_varint(data)
     elements: list[tuple[int, int, int]] = []
     done, end = 0, len(data)
     while at < end:
@@ -164,13 +164,17 @@ def collect(layout: Layout, places: np.ndarray, lengths: np.ndarray) -> Ranges:
     return Ranges(np.array(offsets, np.int64), np.array(sizes, np.int32), np.array(starts, np.int32))
 
 
-def _varint(data: bytes) -> tuple[int, int]:
-    value = shift = at = 0
-    while True:
+def read_varint(data: bytes | memoryview, at: int = 0) -> tuple[int, int]:
+    """A little-endian base-128 number, as Snappy and Thrift write lengths, and where it ends.
+
+    Raises:
+        ValueError: longer than a 64-bit number takes.
+    """
+    value = shift = 0
+    while shift < 70:
         byte = data[at]
         value |= (byte & 0x7F) << shift
         at, shift = at + 1, shift + 7
         if byte < 0x80:
             return value, at
-        if shift > 35:
-            raise ValueError("the page's compressed stream is damaged")
+    raise ValueError("a damaged number")
