@@ -43,7 +43,7 @@ class ComputedFor:
         action_horizon: steps in a chunk.
         delta_action_dims: leading action dimensions taken relative to the state.
         state_key, action_key: columns.
-        min_range: the floor under q99 - q01 that was applied; 0 is none.
+        min_state_range, min_action_range: the floors under q99 - q01 that were applied; 0 is none.
     """
 
     dataset: str
@@ -53,7 +53,8 @@ class ComputedFor:
     delta_action_dims: int
     state_key: str
     action_key: str
-    min_range: float = 0.0
+    min_state_range: float = 0.0
+    min_action_range: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,8 +180,8 @@ def narrow_range_warnings(stats: NormStats, how: Normalization, threshold: float
     return [
         f"{key} dimension {i} is nearly constant: its range from the 1 % to the 99 % quantile is {width:.3g} (below "
         f"{threshold:g}), so normalising multiplies its noise by {2 / (width + EPSILON):.3g}. If that is no signal, "
-        "put a floor under it: scripts/compute_norm_stats.py --min-range"
-        for key, of_key in (("state", stats.state), ("actions", stats.actions))
+        f"put a floor under it: scripts/compute_norm_stats.py --min-{kind}-range 1"
+        for key, kind, of_key in (("state", "state", stats.state), ("actions", "action", stats.actions))
         for i, width in enumerate(widths(of_key, how))
         if width < threshold
     ]

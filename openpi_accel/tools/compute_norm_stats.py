@@ -47,8 +47,10 @@ class ComputeArgs:
     """Name of the config."""
     max_frames: int | None = None
     """Use this many frames, drawn evenly at random with a fixed seed; None uses every frame."""
-    min_range: float = 0.0
-    """Floor under q99 - q01 (and accordingly under std), for dimensions that hardly move; 0 sets none."""
+    min_state_range: float = 0.0
+    """Floor under the state's q99 - q01 (and accordingly under std), for dimensions that hardly move; 0 sets none."""
+    min_action_range: float = 0.0
+    """The same for the actions."""
 
 
 def parse_args(argv: Sequence[str]) -> ComputeArgs:
@@ -71,8 +73,9 @@ def parse_args(argv: Sequence[str]) -> ComputeArgs:
         raise UserError("--name is fixed: folders are called by it. Choose the config by --config-name.")
     if args.max_frames is not None and args.max_frames < 1:
         raise UserError(f"--max-frames is {args.max_frames}; it must be at least 1.")
-    if not args.min_range >= 0:
-        raise UserError(f"--min-range is {args.min_range}; it must be 0 or more.")
+    for option, floor in (("state", args.min_state_range), ("action", args.min_action_range)):
+        if not floor >= 0:
+            raise UserError(f"--min-{option}-range is {floor}; it must be 0 or more.")
     return args
 
 
@@ -96,7 +99,15 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         soft_wrap=True,
     )
     with _progress(console, 2 + columns.state_dim + columns.action_dim) as on_done:
-        stats = compute_norm_stats(dataset, columns, rows, config=config, min_range=args.min_range, on_done=on_done)
+        stats = compute_norm_stats(
+            dataset,
+            columns,
+            rows,
+            config=config,
+            min_state_range=args.min_state_range,
+            min_action_range=args.min_action_range,
+            on_done=on_done,
+        )
     path = norm_stats_path(config.assets_base_dir, config.name, config.asset_id)
     save_norm_stats(path, stats)
     _print_table(console, stats)
@@ -112,7 +123,8 @@ def compute_norm_stats(
     rows: np.ndarray,
     *,
     config: TrainConfig,
-    min_range: float = 0.0,
+    min_state_range: float = 0.0,
+    min_action_range: float = 0.0,
     on_done: Callable[[], None] = lambda: None,
 ) -> NormStats:
     """Exact statistics of the state over `rows` and of the action chunks that start there, after delta actions.
@@ -122,7 +134,7 @@ def compute_norm_stats(
         columns: which ones.
         rows: dataset rows.
         config: horizon, delta dimensions, number of threads, dataset name.
-        min_range: floor under q99 - q01; 0 is none.
+        min_state_range, min_action_range: floors under q99 - q01; 0 is none.
         on_done: called after each column read and each dimension.
 
     Raises:
@@ -152,8 +164,10 @@ def compute_norm_stats(
         num_threads=config.num_workers,
         on_done=on_done,
     )
-    if min_range:
-        of_state, of_actions = with_min_range(of_state, min_range), with_min_range(of_actions, min_range)
+    if min_state_range:
+        of_state = with_min_range(of_state, min_state_range)
+    if min_action_range:
+        of_actions = with_min_range(of_actions, min_action_range)
     computed_for = ComputedFor(
         dataset=config.data.repo_id,
         fingerprint=fingerprint(state, actions),
@@ -162,7 +176,8 @@ def compute_norm_stats(
         delta_action_dims=delta_dims,
         state_key=columns.state_key,
         action_key=columns.action_key,
-        min_range=min_range,
+        min_state_range=min_state_range,
+        min_action_range=min_action_range,
     )
     return NormStats(state=of_state, actions=of_actions, computed_for=computed_for)
 

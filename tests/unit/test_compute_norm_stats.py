@@ -132,9 +132,9 @@ def test_a_narrow_dimension_is_warned_of_and_a_floor_mends_it(dataset, tmp_path,
             spoil(dataset, episode, frame, "observation.state", 0.001 * (-1) ** frame)
     run(dataset, tmp_path)
     assert "warning: state dimension 0 is nearly constant" in capsys.readouterr().out
-    stats = run(dataset, tmp_path, "--min-range=0.05")
+    stats = run(dataset, tmp_path, "--min-state-range=0.05")
     assert "warning" not in capsys.readouterr().out
-    assert stats.state.q99[0] - stats.state.q01[0] == pytest.approx(0.05) and stats.computed_for.min_range == 0.05
+    assert stats.state.q99[0] - stats.state.q01[0] == pytest.approx(0.05) and stats.computed_for.min_state_range == 0.05
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_narrow_dimension_is_warned_of_and_a_floor_mends_it(dataset, tmp_path,
         ([], "--config-name is missing"),
         (["--config-name", "pi05_liber"], "Did you mean pi05_libero"),
         (["--config-name=pi05_libero", "--max-frames=0"], "--max-frames is 0"),
-        (["--config-name=pi05_libero", "--min-range=-1"], "--min-range is -1"),
+        (["--config-name=pi05_libero", "--min-action-range=-1"], "--min-action-range is -1"),
         (["--config-name=pi05_libero", "--name=mine"], "--name is fixed"),
     ],
 )

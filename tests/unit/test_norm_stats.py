@@ -170,7 +170,7 @@ def test_a_nearly_constant_dimension_is_named_with_its_range():
     narrow = state_statistics(values, np.arange(100))
     for how in ("quantile", "zscore"):
         (warning,) = narrow_range_warnings(NormStats(state=narrow, actions=of([1.0])), how)
-        assert "state dimension 1" in warning and "--min-range" in warning
+        assert "state dimension 1" in warning and "--min-state-range 1" in warning
         assert ("0.002" if how == "quantile" else "0.00465") in warning
 
 
