@@ -90,9 +90,12 @@ def _metadata(folder: pathlib.Path) -> Any:
         raise _damaged(folder, error) from error
 
 
-def _damaged(folder: pathlib.Path, error: Exception) -> UserError:
+def _damaged(folder: pathlib.Path, error: BaseException) -> UserError:
+    while error.__cause__ is not None:  # Orbax wraps TensorStore's one line in a page of its own
+        error = error.__cause__
+    lines = str(error).splitlines() or [type(error).__name__]
     return UserError(
-        f"{folder} could not be read: {str(error)[:500]}. The files are damaged or incomplete: copy them again."
+        f"{folder} could not be read: {lines[0][:300]}. The files are damaged or incomplete: copy them again."
     )
 
 
