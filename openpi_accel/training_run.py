@@ -28,6 +28,7 @@ from openpi_accel.train.metrics import MetricsWriter, WandbSettings
 from openpi_accel.train.run_folder import (
     check_run_folder,
     discard_replaced,
+    discard_start,
     prepare_run_folder,
     restore_replaced,
 )
@@ -110,6 +111,8 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     except BaseException:
         if restore_replaced(folder):
             print(f"the run that was to be overwritten is back in {folder}", flush=True)
+        elif not config.resume:
+            discard_start(folder)
         raise
 
 
@@ -134,6 +137,7 @@ def _meaning(data: Data) -> dict[str, Any]:
         "data": {name: chosen[name] for name in (*kept, "val_fraction")},
         "loss": dataclasses.asdict(data.config.loss),
         "dataset": data.source.dataset.fingerprint(),
+        "kept_frames": hashlib.sha256(data.rows.tobytes()).hexdigest() if data.config.data.keep_frames else None,
         "norm_stats": hashlib.sha256(statistics.encode()).hexdigest(),
     }
 

@@ -20,7 +20,7 @@ from openpi_accel.data.mapping import resolve_mapping
 from openpi_accel.data.norm_stats import NormStats, load_norm_stats, norm_stats_path
 from openpi_accel.data.packed import PackedFrames
 from openpi_accel.data.pipeline import BatchSource, settle_max_token_len
-from openpi_accel.data.rows import hold_out, name_rows, rows_of_episodes
+from openpi_accel.data.rows import hold_out, name_rows, training_rows
 from openpi_accel.data.stats_command import stats_command
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer
 from openpi_accel.data.validation import DataReport, validate_before_training, without_bad_rows
@@ -204,7 +204,7 @@ def build_data(config: TrainConfig, acceleration: Acceleration, environment: Env
         UserError: as `build_source` and `validate_before_training`.
     """
     config, source = build_source(config, acceleration, environment)
-    rows = rows_of_episodes(source.dataset, config.data.episodes)
+    rows = training_rows(source.dataset, config.data.episodes, config.data.keep_frames)
     left_out: list[str] = []
     if config.data.on_corrupt == "skip":
         rows, left_out = without_bad_rows(source, rows)

@@ -192,6 +192,9 @@ class DataConfig:
     """SentencePiece model file; None looks for PaliGemma's below OPENPI_DATA_HOME and in the Hub cache."""
     episodes: tuple[int, ...] | None = None
     """Train on these episodes alone; None is all of them."""
+    keep_frames: str | None = None
+    """JSON file of the frames to start chunks at, for example {"3": [[0, 120], [200, 340]]}: of episode 3 frames 0 to
+    119 and 200 to 339. Episodes that it does not name are kept whole."""
     val_fraction: float = 0.0
     """Hold this share of the episodes out of training, chosen by the seed, and log the loss on them."""
     packed: str | None = None

@@ -3,6 +3,8 @@
 Letters: N dataset rows, D dimensions of a column.
 """
 
+import json
+import pathlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,6 +43,58 @@ def rows_of_episodes(dataset: LeRobotDataset, episodes: Sequence[int] | None) ->
     if not len(rows):
         raise UserError(f"--data.episodes chooses episodes of {dataset.root} without any frame. Choose others.")
     return rows
+
+
+def training_rows(dataset: LeRobotDataset, episodes: Sequence[int] | None, keep_frames: str | None) -> np.ndarray:
+    """The rows at which training's chunks start, ascending.
+
+    Args:
+        dataset: where they are.
+        episodes: by the dataset's own numbers; None is all.
+        keep_frames: JSON file, episode number -> list of [first, last + 1] frames that are kept; None keeps all.
+
+    Raises:
+        UserError: an episode that does not exist, a file that does not say what it should, or no row left.
+    """
+    rows = rows_of_episodes(dataset, episodes)
+    if keep_frames is None:
+        return rows
+    keep = np.ones(dataset.num_frames, bool)
+    for episode, ranges in _read_ranges(pathlib.Path(keep_frames).expanduser()).items():
+        if episode not in dataset.episode_ids:
+            raise UserError(f"{keep_frames} names episode {episode}, which {dataset.root} does not have.")
+        whole = rows_of_episodes(dataset, [episode])
+        keep[whole] = False
+        for start, stop in ranges:
+            if not 0 <= start < stop <= len(whole):
+                raise UserError(
+                    f"{keep_frames}: episode {episode} has frames 0 to {len(whole) - 1}, so [{start}, {stop}] is no "
+                    "range of it. A range is [first, last + 1]."
+                )
+            keep[whole[start:stop]] = True
+    rows = rows[keep[rows]]
+    if not len(rows):
+        raise UserError(f"{keep_frames} keeps none of the chosen frames of {dataset.root}.")
+    return rows
+
+
+def _read_ranges(path: pathlib.Path) -> dict[int, list[tuple[int, int]]]:
+    try:
+        content = json.loads(path.read_text())
+        return {int(episode): [(_whole(a), _whole(b)) for a, b in ranges] for episode, ranges in content.items()}
+    except OSError as error:
+        raise UserError(f"--data.keep-frames: {path} could not be read: {error.strerror}.") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f'{path} is no list of frames. It should be JSON such as {{"3": [[0, 120], [200, 340]]}}: episode number, '
+            f"then ranges [first, last + 1]. ({error})"
+        ) from error
+
+
+def _whole(number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{number!r} is no frame number")
+    return number
 
 
 def hold_out(dataset: LeRobotDataset, rows: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

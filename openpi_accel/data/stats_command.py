@@ -23,6 +23,7 @@ def stats_command(config: TrainConfig, root: str | os.PathLike[str] | None = Non
         "--data.delta-action-dims": (config.data.delta_action_dims, preset.data.delta_action_dims),
         "--data.normalization": (config.data.normalization, preset.data.normalization),
         "--model.action-horizon": (config.model.action_horizon, preset.model.action_horizon),
+        "--data.keep-frames": (config.data.keep_frames, preset.data.keep_frames),
         "--assets-base-dir": (config.assets_base_dir, preset.assets_base_dir),
     }
     words = ["python", "scripts/compute_norm_stats.py", f"--config-name={config.name}"]

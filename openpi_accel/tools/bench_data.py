@@ -24,7 +24,7 @@ from openpi_accel.data.lerobot.dataset import LeRobotDataset
 from openpi_accel.data.loader import Loader
 from openpi_accel.data.norm_stats import NormStats, Statistics
 from openpi_accel.data.pipeline import BatchSource
-from openpi_accel.data.rows import rows_of_episodes
+from openpi_accel.data.rows import training_rows
 from openpi_accel.data.transforms import to_model_image
 from openpi_accel.data.worker_pool import LoadBatch, ProcessPool, ThreadPool, WorkerPool
 from openpi_accel.errors import UserError
@@ -102,7 +102,7 @@ def measure(config: TrainConfig, env: Mapping[str, str], workers: Sequence[int],
         name: build_source(chosen, acceleration, environment, norm_stats=_unit_stats)[1] for name, chosen in configs
     }
     dataset = sources["files"].dataset
-    rows = rows_of_episodes(dataset, config.data.episodes)
+    rows = training_rows(dataset, config.data.episodes, config.data.keep_frames)
     size = min(config.batch_size, len(rows))
     chosen_rows = np.random.default_rng(0).permutation(rows)[: 4 * size]
     for camera in sources["files"].mapping.cameras.as_dict().values():

@@ -26,7 +26,7 @@ from openpi_accel.data.norm_stats import (
     save_norm_stats,
     with_min_range,
 )
-from openpi_accel.data.rows import numeric_column, reached_rows, require_finite, rows_of_episodes
+from openpi_accel.data.rows import numeric_column, reached_rows, require_finite, training_rows
 from openpi_accel.data.statistics import action_statistics, fingerprint, state_statistics
 from openpi_accel.errors import UserError
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     )
     dataset = open_dataset(root)
     columns = resolve_columns(config.data, dataset)
-    rows = rows_of_episodes(dataset, config.data.episodes)
+    rows = training_rows(dataset, config.data.episodes, config.data.keep_frames)
     rows = choose_frames(rows, args.max_frames)
     console.print(
         f"{root}: LeRobot {dataset.version}, {len(rows)} of {dataset.num_frames} frames, state {columns.state_key} "

@@ -11,6 +11,8 @@ from openpi_accel.errors import UserError
 # Where a step whose loss is not finite leaves the ids of its samples.
 NOT_FINITE = "not_finite_step_{step}.json"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+# What a run writes before its first step; metrics.jsonl is empty then.
+_OF_THE_START = {"config.json", "metrics.jsonl", "tensorboard", "first_batch.png"}
 
 
 def committed_steps(folder: pathlib.Path) -> list[int]:
@@ -79,6 +81,17 @@ def restore_replaced(folder: pathlib.Path) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     _replaced(folder).rename(folder)
     return True
+
+
+def discard_start(folder: pathlib.Path) -> None:
+    """Deletes the folder of a run that ended before its first log and left nothing to look at, so that the next try
+    finds it free."""
+    if jax.process_index() != 0 or not folder.is_dir():
+        return
+    metrics = folder / "metrics.jsonl"
+    logged = metrics.exists() and metrics.stat().st_size > 0
+    if not logged and all(entry.name in _OF_THE_START for entry in folder.iterdir()):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _replaced(folder: pathlib.Path) -> pathlib.Path:

@@ -15,7 +15,7 @@ from openpi_accel.data.mapping import resolve_mapping
 from openpi_accel.data.norm_stats import ComputedFor, NormStats, Statistics, load_norm_stats
 from openpi_accel.data.pipeline import BatchSource, settle_max_token_len
 from openpi_accel.data.resize import resize_with_pad
-from openpi_accel.data.rows import reached_rows, rows_of_episodes
+from openpi_accel.data.rows import reached_rows, rows_of_episodes, training_rows
 from openpi_accel.data.statistics import fingerprint
 from openpi_accel.data.tokenizer import PromptTokenizer
 from openpi_accel.data.validation import validate_before_training, without_bad_rows
@@ -321,6 +321,35 @@ def test_rows_of_episodes_go_by_the_datasets_own_numbers():
     for wrong in ((1,), ()):
         with pytest.raises(UserError, match=r"3 episodes, 0 to 7"):
             rows_of_episodes(dataset, wrong)
+
+
+def test_a_file_says_which_frames_are_kept(tmp_path):
+    dataset = FakeDataset(lengths=(2, 5, 3))
+    dataset.episode_ids = np.array([0, 4, 7])
+    file = tmp_path / "keep.json"
+
+    def rows(content, episodes=None):
+        file.write_text(content)
+        return training_rows(dataset, episodes, str(file)).tolist()
+
+    assert rows("{}") == list(range(10)) == training_rows(dataset, None, None).tolist()
+    assert rows('{"4": [[3, 5], [0, 1]], "7": []}') == [0, 1, 2, 5, 6]
+    assert rows('{"4": [[3, 5], [0, 1]]}', episodes=(7, 4)) == [2, 5, 6, 7, 8, 9]
+    for content, message in {
+        '{"4": [[3, 6]]}': r"episode 4 has frames 0 to 4, so \[3, 6\]",
+        '{"4": [[3, 3]]}': r"is no range",
+        '{"4": [[-1, 3]]}': r"is no range",
+        '{"1": [[0, 1]]}': r"names episode 1, which",
+        '{"4": [[0.5, 3]]}': r"0.5 is no frame number",
+        '{"4": [3]}': r"episode number, then ranges",
+        "[1]": r"episode number, then ranges",
+        "{": r"is no list of frames",
+        '{"0": [], "4": [], "7": []}': r"keeps none",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            rows(content)
+    with pytest.raises(UserError, match="could not be read"):
+        training_rows(dataset, None, str(tmp_path / "absent.json"))
 
 
 def test_reached_rows_stop_at_the_episodes_end():

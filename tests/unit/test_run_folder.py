@@ -1,6 +1,7 @@
 """A run that is overwritten is lost only once the new one is under way."""
 
 import pathlib
+import shutil
 
 import pytest
 
@@ -8,6 +9,7 @@ from openpi_accel.errors import UserError
 from openpi_accel.train.run_folder import (
     check_run_folder,
     discard_replaced,
+    discard_start,
     prepare_run_folder,
     restore_replaced,
 )
@@ -42,6 +44,26 @@ def test_an_overwritten_run_comes_back_if_the_new_one_came_to_nothing(tmp_path: 
     assert (run / "metrics.jsonl").read_text() == "old" and (run / "7" / "params").is_dir()
     assert not restore_replaced(run)  # nothing more to put back, and nothing is lost by asking
     assert (run / "7" / "params").is_dir() and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_that_came_to_nothing_leaves_its_name_free(tmp_path: pathlib.Path) -> None:
+    run = tmp_path / "run"
+    prepare_run_folder(run, resume=False, overwrite=False)
+    (run / "config.json").write_text("{}")
+    (run / "metrics.jsonl").touch()
+    (run / "tensorboard").mkdir()
+    discard_start(run)
+    assert not run.exists()
+    for name, text in (("metrics.jsonl", "a row"), ("not_finite_step_3.json", "ids"), ("notes.txt", "a person's")):
+        run.mkdir()
+        (run / name).write_text(text)
+        discard_start(run)
+        assert (run / name).read_text() == text
+        shutil.rmtree(run)
+    run_with_checkpoint(run, 7)
+    (run / "metrics.jsonl").write_text("")
+    discard_start(run)
+    assert (run / "7" / "params").is_dir()
 
 
 def test_it_is_gone_once_the_new_one_is_under_way(tmp_path: pathlib.Path) -> None:
