@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from openpi_accel.config.environment import Environment
+from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.presets import get_preset
 from openpi_accel.data.norm_stats import NormStats, Statistics, norm_stats_path, save_norm_stats
 from openpi_accel.errors import UserError
@@ -82,6 +83,7 @@ ROCE = {
     "g3": ("RoCE v2", IPV4),
     "g4": ("", EMPTY_GID),
     "g5": ("RoCE v2", EMPTY_GID),
+    "g6": ("RoCE v2", "no address"),
 }
 
 
@@ -291,7 +293,7 @@ def test_offline_and_proxy() -> None:
     assert network.offline({}).level == network.proxy({}).level == "ok"
     env = {"HTTPS_PROXY": "http://me:secret@proxy:3128", "MASTER_ADDR": "10.0.0.1"}
     found = network.proxy(env)
-    assert found.level == "warning" and "//…@proxy:3128" in found.seen and "secret" not in found.seen
+    assert found.level == "warning" and "//***@proxy:3128" in found.seen and "secret" not in found.seen
     assert "no_proxy=10.0.0.1" in found.advice
     assert network.proxy(env | {"no_proxy": "localhost,10.0.0.0/8"}).level == "ok"
     assert network.proxy(env | {"MASTER_ADDR": "node0.cluster", "no_proxy": "*.cluster"}).level == "ok"
@@ -550,6 +552,10 @@ def test_the_table(capsys: pytest.CaptureFixture[str], node: Machine, tmp_path: 
 def test_wrong_usage(node: Machine, argv: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         main([*argv, "--quick"], {}, node)
+
+
+def test_training_knows_the_launchers_switch() -> None:
+    assert Acceleration.from_env({"OPENPI_DOCTOR": "0"}) == Acceleration()
 
 
 def test_a_check_that_fails_stops_nothing() -> None:

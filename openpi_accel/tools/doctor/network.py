@@ -116,7 +116,7 @@ def offline(env: Mapping[str, str]) -> Finding:
 def proxy(env: Mapping[str, str]) -> Finding:
     """The proxies, without passwords; a warning where one stands between the nodes."""
     given = {name.lower(): value for name, value in env.items() if name.lower() in (*_PROXIES, "no_proxy") and value}
-    shown = " ".join(f"{name}={re.sub(r'//[^/@]*@', '//…@', value)}" for name, value in sorted(given.items()))
+    shown = " ".join(f"{name}={re.sub(r'//[^/@]*@', '//***@', value)}" for name, value in sorted(given.items()))
     host = env.get("MASTER_ADDR", "").strip()
     if not any(name in given for name in _PROXIES):
         return Finding(name="proxy", level="ok", seen=shown or "none")

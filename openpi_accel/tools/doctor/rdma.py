@@ -135,7 +135,10 @@ def _read_gids(port: pathlib.Path) -> dict[int, Gid]:
         text, protocol = _read(file), _read(port / "gid_attrs" / "types" / file.name)
         if not file.name.isdigit() or text is None or protocol is None:
             continue  # an entry that is not in use cannot be read
-        address = ipaddress.IPv6Address(text)
+        try:
+            address = ipaddress.IPv6Address(text)
+        except ValueError:
+            continue
         if int(address):
             gids[int(file.name)] = Gid(protocol=protocol, address=address)
     return dict(sorted(gids.items()))
