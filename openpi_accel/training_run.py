@@ -76,7 +76,8 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
         return RunResult(state=None, next_step=resume_from + 1, exit_code=0)
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
-    config = _with_local_weights(config, environment)
+    if resume_from is None:
+        config = _with_local_weights(config, environment)
     data = build_data(config, acceleration, environment)
     config = data.config
     _describe_data(data, say)
@@ -117,9 +118,9 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
 
 
 def _with_local_weights(config: TrainConfig, environment: Environment) -> TrainConfig:
-    """The config with the folder of its base weights, which must be there unless the run is resumed."""
+    """The config with the folder of its base weights, which must be there."""
     path = config.weight_loader.params_path
-    if path is None or config.resume:
+    if path is None:
         return config
     found = str(find_params_folder(path, environment.openpi_data_home))
     return dataclasses.replace(config, weight_loader=dataclasses.replace(config.weight_loader, params_path=found))
