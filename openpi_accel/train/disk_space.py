@@ -67,7 +67,7 @@ def judge(
     if free_bytes < one_bytes:
         return f"{sizes}. Free space there, or choose another --checkpoint-base-dir. {smaller}", ""
     return "", (
-        f"{sizes}, so {free_bytes // one_bytes} of them fit. While one is written the older one is still there: this "
+        f"{sizes}: room for {free_bytes // one_bytes} of them. While one is written the older one is still there: this "
         f"run needs room for {most}"
         + (", with those that stay" if most > MAX_TO_KEEP + 1 else "")
         + ". A later save will fail and stop the run, with the older checkpoint in place. Free space, choose another "

@@ -1,6 +1,6 @@
 """One process of the checks before training, started by the tests: python -m tests.distributed.startup_worker FOLDER.
 
-They pass, then a state of 4 PB is asked for.
+They pass, then a state of 400 PB is asked for.
 """
 
 import os
@@ -30,7 +30,7 @@ def main() -> None:
     check_shared_storage(base, timeout_s=60)
     assert _check_space(base, 1) == ""
     print("passed", flush=True)
-    _check_space(base, 10**15)
+    _check_space(base, 10**17)
 
 
 def _check_space(base: pathlib.Path, size: int) -> str:
