@@ -21,6 +21,7 @@ from openpi_accel.config.serialize import to_json
 from openpi_accel.errors import UserError
 from openpi_accel.models.freeze import format_counts
 from openpi_accel.models.weights import WeightsReport, base_weights_fingerprint, find_params_folder
+from openpi_accel.parallel.exchange import together
 from openpi_accel.parallel.mesh import check_batch_size, make_mesh
 from openpi_accel.parallel.same_program import check_same, check_start, config_fields
 from openpi_accel.parallel.shared_storage import check_shared_storage
@@ -81,9 +82,12 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
         return RunResult(state=None, next_step=resume_from + 1, exit_code=0)
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
-    if resume_from is None:
-        config = _with_local_weights(config, environment)
-    data = build_data(config, acceleration, environment)
+
+    def find_and_open() -> Data:
+        local = _with_local_weights(config, environment) if resume_from is None else config
+        return build_data(local, acceleration, environment)
+
+    data = together(find_and_open)
     config, meaning = data.config, _meaning(data)
     check_same(_contents(data, meaning))
     _describe_data(data, say)

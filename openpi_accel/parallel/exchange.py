@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from openpi_accel.errors import UserError
+
 # Every length of a gathered array is a program to compile; padding makes them few.
 _PADDED_TO = 4096
 
@@ -27,6 +29,24 @@ def gather_texts(text: str) -> list[str]:
 def from_first(make: Callable[[], str]) -> str:
     """The text that process 0 makes, on every process. `make` runs there alone and must not raise: the others wait."""
     return gather_texts(make() if jax.process_index() == 0 else "")[0]
+
+
+def together[T](make: Callable[[], T]) -> T:
+    """What this process makes, once all have made theirs: the mistake of one node stops every node, at once.
+
+    Raises:
+        UserError: here or on another process.
+    """
+    try:
+        made = make()
+    except UserError as error:
+        gather_texts(str(error))
+        raise
+    problems = gather_texts("")
+    failed = {text: [rank for rank, other in enumerate(problems) if other == text] for text in problems if text}
+    if failed:
+        raise UserError("\n".join(f"{name_ranks(ranks)}: {text}" for text, ranks in failed.items()))
+    return made
 
 
 def name_ranks(ranks: list[int]) -> str:

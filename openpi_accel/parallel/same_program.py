@@ -26,6 +26,7 @@ MAY_DIFFER = frozenset(
         "data/asset_id",
         "data/tokenizer_path",
         "data/packed",
+        "data/keep_frames",
         "assets_base_dir",
         "weight_loader/params_path",
         # Shared storage may be mounted elsewhere; whether it is shared is tried out (`shared_storage`).

@@ -1,6 +1,6 @@
 """One process of the checks before training, started by the tests: python -m tests.distributed.startup_worker FOLDER.
 
-They pass, then a state of 400 PB is asked for.
+They pass, then rank 1 alone makes a mistake (with a second argument), or a state of 400 PB is asked for.
 """
 
 import os
@@ -12,7 +12,9 @@ import jax
 from openpi_accel import cli
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import DataConfig, TrainConfig
+from openpi_accel.errors import UserError
 from openpi_accel.parallel.distributed import initialize
+from openpi_accel.parallel.exchange import together
 from openpi_accel.parallel.same_program import check_same, check_start
 from openpi_accel.parallel.shared_storage import check_shared_storage
 from openpi_accel.train.disk_space import check_disk_space
@@ -30,7 +32,14 @@ def main() -> None:
     check_shared_storage(base, timeout_s=60)
     assert _check_space(base, 1) == ""
     print("passed", flush=True)
+    if len(sys.argv) > 2:
+        together(_mistake_on_rank_1)
     _check_space(base, 10**17)
+
+
+def _mistake_on_rank_1() -> None:
+    if jax.process_index() == 1:
+        raise UserError("nothing lies there")
 
 
 def _check_space(base: pathlib.Path, size: int) -> str:

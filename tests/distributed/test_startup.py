@@ -68,6 +68,13 @@ def test_a_folder_that_cannot_be_used_stops_both(tmp_path: pathlib.Path) -> None
         assert "Rank 0 cannot use the checkpoint folder" in output
 
 
+def test_the_mistake_of_one_node_stops_both(tmp_path: pathlib.Path) -> None:
+    worker = ("-m", "tests.distributed.startup_worker", tmp_path, "mistake")
+    outputs = outputs_of_refused(*(start(*worker, env=env) for env in cluster_of_two()))
+    for output, message in zip(outputs, ("rank 1: nothing lies there", "nothing lies there"), strict=True):
+        assert f"error: {message}\n" in output
+
+
 def test_slow_shared_storage_passes_and_a_full_disk_stops_both(tmp_path: pathlib.Path) -> None:
     first, second = tmp_path / "first", tmp_path / "mounted_elsewhere"
     processes = [
