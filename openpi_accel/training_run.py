@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ from openpi_accel.parallel.same_program import check_same, check_start, config_f
 from openpi_accel.parallel.shared_storage import check_shared_storage
 from openpi_accel.train.checkpoint import CheckpointStore, Position
 from openpi_accel.train.disk_space import check_disk_space
-from openpi_accel.train.loop import RunResult, compile_step, run
+from openpi_accel.train.loop import RunResult, abstract_batch, compile_ahead, run
+from openpi_accel.train.memory import device_limit, require_memory, step_memory
 from openpi_accel.train.metrics import MetricsWriter, WandbSettings
 from openpi_accel.train.run_folder import (
     check_run_folder,
@@ -36,11 +38,14 @@ from openpi_accel.train.run_folder import (
     prepare_run_folder,
     restore_replaced,
 )
-from openpi_accel.train.start import shardings_of
 from openpi_accel.train.watch import LoopConfig
 from openpi_accel.types import Batch, TrainState
 
 CONFIG_FILE = "config.json"
+_LESS_MEMORY = (
+    "--remat.gemma full --remat.siglip full",
+    "adapters: --model.paligemma-variant gemma_2b_lora --model.action-expert-variant gemma_300m_lora --ema-decay None",
+)
 
 
 def run_folder_of(config: TrainConfig) -> pathlib.Path:
@@ -105,6 +110,7 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     )
     if no_room:
         say(f"warning: {no_room}")
+    step = _compile(config, data, training, mesh, say)
     fresh: TrainState | None = None
     if resume_from is None:
         fresh, weights = training.fresh_state()
@@ -126,7 +132,7 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
             assert state is not None
             if main_process:
                 _write_aside(folder / CONFIG_FILE, to_json(dataclasses.replace(config, resume=False, overwrite=False)))
-            return _run(config, data, training, mesh, store, state, position, folder)
+            return _run(config, data, training, step, mesh, store, state, position, folder)
         finally:
             store.close()
     except BaseException:
@@ -176,6 +182,31 @@ def _contents(data: Data, meaning: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _compile(
+    config: TrainConfig, data: Data, training: Training, mesh: jax.sharding.Mesh, say: Callable[..., None]
+) -> jax.stages.Compiled:
+    """The step, which fits the devices; compiled before weights are loaded, so that no time is lost on one that does
+    not, and so that no figure of speed counts it."""
+    batch = abstract_batch(together(data.first_batch), config.batch_size, mesh)
+    started_s = time.perf_counter()
+    step = compile_ahead(training.step, mesh, training.abstract, batch, training.train_rng)
+    need = step_memory(step)
+    say(
+        f"step compiled in {time.perf_counter() - started_s:.1f} s" + (f"; it needs {need}" if need is not None else "")
+    )
+    if need is not None:
+        require_memory(
+            need,
+            device_limit(jax.local_devices()[0]),
+            batch_size=config.batch_size,
+            num_microbatches=config.num_microbatches,
+            fsdp_devices=config.fsdp_devices,
+            num_devices=mesh.size,
+            further=_LESS_MEMORY,
+        )
+    return step
+
+
 def _loop_config(config: TrainConfig) -> LoopConfig:
     return LoopConfig(
         num_train_steps=config.num_train_steps,
@@ -189,6 +220,7 @@ def _run(
     config: TrainConfig,
     data: Data,
     training: Training,
+    step: jax.stages.Compiled,
     mesh: jax.sharding.Mesh,
     store: CheckpointStore,
     state: TrainState,
@@ -214,7 +246,7 @@ def _run(
     with data.loader(start_sample=next_sample, skipped=skipped) as loader:
         try:
             return run(
-                compile_step(training.step, mesh, shardings_of(training.abstract)),
+                step,
                 state,
                 training.train_rng,
                 loader,

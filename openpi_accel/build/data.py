@@ -68,6 +68,21 @@ class Data:
             skipped=skipped,
         )
 
+    def first_batch(self) -> Batch:
+        """One sample of the order's first batch, for its shapes; what cannot be read shows here, before training."""
+        with Loader(
+            RowBatches(self.source, self.rows),
+            num_rows=len(self.rows),
+            batch_size=jax.process_count(),
+            seed=self.config.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            num_workers=0,
+            describe=self._describe,
+            skip_bad=self.config.data.on_corrupt == "skip",
+        ) as loader:
+            return next(loader).batch
+
     def validation_batches(self) -> Iterator[Batch]:
         """This process's share of each held-out batch: the same samples every time, drawn evenly by the seed.
 

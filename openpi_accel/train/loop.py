@@ -1,10 +1,9 @@
-"""The training loop: compiles the step, feeds it, watches its metrics, saves. No mathematics."""
+"""The training loop: feeds the step, watches its metrics, saves. No mathematics."""
 
 import contextlib
 import dataclasses
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from openpi_accel.train.checkpoint import CheckpointStore, Position
 from openpi_accel.train.metrics import MetricsWriter
 from openpi_accel.train.prefetch import DevicePrefetcher, LoadedBatch
 from openpi_accel.train.progress import ProgressReport
+from openpi_accel.train.start import shardings_of
 from openpi_accel.train.step import Step
 from openpi_accel.train.validation import Validation
 from openpi_accel.train.watch import LoopConfig, StepWatch
@@ -50,6 +50,27 @@ def compile_step(step: Step, mesh: Mesh, state_shardings: TrainState) -> jax.sta
     )
 
 
+def compile_ahead(
+    step: Step, mesh: Mesh, abstract: TrainState, batch: Any, train_rng: jax.Array
+) -> jax.stages.Compiled:
+    """Compiles `compile_step` for these shapes.
+
+    Args:
+        step: the pure step.
+        mesh: the devices.
+        abstract: the state's shapes with their shardings.
+        batch: a global batch's shapes with their shardings (`abstract_batch`).
+        train_rng: the run's key.
+    """
+    return compile_step(step, mesh, shardings_of(abstract)).lower(abstract, batch, train_rng).compile()
+
+
+def abstract_batch(local: Any, batch_size: int, mesh: Mesh) -> Any:
+    """The shapes of a global batch of `batch_size`, from a batch of any size."""
+    sharding = batch_sharding(mesh)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype, sharding=sharding), local)
+
+
 def run(
     step: Any,
     state: TrainState,
@@ -73,7 +94,7 @@ def run(
     The devices never wait for the host: the metrics of a step are read once the next one has been started.
 
     Args:
-        step: from `compile_step`; its state argument is donated, so the caller must not use `state` afterwards.
+        step: from `compile_ahead`; its state argument is donated, so the caller must not use `state` afterwards.
         state: on the devices, sharded; `state.step` says where to begin.
         train_rng: the run's key; the step folds its number in.
         loader: yields this process's share of every global batch, beginning where the run begins. Its arrays must not
@@ -114,7 +135,6 @@ def run(
                 if index == first_step:
                     if on_first_batch is not None:
                         on_first_batch(item.host.batch)
-                    step = _compile(step, (state, item.batch, train_rng), progress)
                     watch.reset_timing()
                 state, values = step(state, item.batch, train_rng)
                 watch.started(index, values, item.host.sample_ids, wait_s)
@@ -143,15 +163,6 @@ def run(
             progress.close()
     interrupted = bool(stop) and index < config.num_train_steps - 1
     return RunResult(state=state, next_step=index + 1, exit_code=128 + stop[0] if interrupted else 0)
-
-
-def _compile(step: Any, arguments: tuple[Any, ...], progress: ProgressReport | None) -> Any:
-    """Compiles ahead of the first step, so that no figure of speed counts it."""
-    started_s = time.perf_counter()
-    compiled = step.lower(*arguments).compile()
-    if progress is not None:
-        progress.say(f"step compiled in {time.perf_counter() - started_s:.1f} s")
-    return compiled
 
 
 @contextlib.contextmanager

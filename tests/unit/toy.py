@@ -89,7 +89,8 @@ def train(
     else:
         state, position = store.restore(resume_from, abstract)
     step = make_train_step(loss_fn, TX, SCHEDULE, is_trainable, ema_decay)
-    compiled = loop.compile_step(step, mesh, start.shardings_of(abstract))
+    batch = loop.abstract_batch(next(batches()).batch, BATCH, mesh)
+    compiled = loop.compile_ahead(step, mesh, abstract, batch, jax.random.key(1))
     metrics = MetricsWriter(folder, resume_step=int(state.step), enabled=jax.process_index() == 0)
     next_sample = position.next_sample if position and position.next_sample is not None else 0
     try:
