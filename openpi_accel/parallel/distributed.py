@@ -22,12 +22,16 @@ SHUTDOWN_TIMEOUT_S = 60
 _NETWORK_NAME = re.compile(r"NCCL_|.*_IB_")
 
 
+def _print_now(line: str) -> None:
+    print(line, flush=True)  # a platform's log is a pipe, and the wait may be long
+
+
 def initialize(
     env: Mapping[str, str],
     timeout_s: int = START_TIMEOUT_S,
     heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
     shutdown_timeout_s: int = SHUTDOWN_TIMEOUT_S,
-    say: Callable[[str], object] = print,
+    say: Callable[[str], object] = _print_now,
 ) -> Cluster | None:
     """Joins the cluster that `env` describes, before JAX touches a device; does nothing for one node.
 

@@ -20,7 +20,7 @@ _LONGEST_LINE = 65536
 _MOST_NAMED = 16
 
 
-def roll_call(cluster: Cluster, timeout_s: float, say: Callable[[str], object] = print, remind_s: float = 30) -> None:
+def roll_call(cluster: Cluster, timeout_s: float, say: Callable[[str], object], remind_s: float = 30) -> None:
     """Returns on every process once all of them are there; process 0 says every `remind_s` seconds whom it waits for.
 
     Raises:

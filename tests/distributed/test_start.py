@@ -21,7 +21,7 @@ def free_port() -> str:
 
 def start(*options: str, **env: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "tests.distributed.waiter", *options],
+        [sys.executable, "-m", "tests.distributed.waiter", *options],
         cwd=REPO,
         env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO), **env},
         stdout=subprocess.PIPE,
