@@ -20,10 +20,28 @@ TEXT
   RANK                   index of this node, from 0
   WORLD_SIZE             number of nodes (not of GPUs)
   NPROC_PER_NODE         GPUs per node (information only: tells a WORLD_SIZE that counts GPUs)
+  OPENPI_DOCTOR=0        start without the look at this node (scripts/doctor.py --quick), whatever it would find
   NCCL_*                 passed on to NCCL, for example NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE, NCCL_IB_GID_INDEX
 TEXT
     exit 0
 fi
+
+preflight() { # training's options; a start that cannot work ends here, on the node whose fault it is
+    local status=0
+    if [[ -n ${OPENPI_DOCTOR:-} ]] && ! switch_is_on OPENPI_DOCTOR; then return 0; fi
+    if given --help || given -h; then return 0; fi
+    if [[ $CONFIG == pi05_demo ]]; then return 0; fi # makes its own data, on one node
+    "$PYTHON" "$REPO/scripts/doctor.py" "$CONFIG" "$@" --quick >&2 || status=$?
+    case $status in
+        0) ;;
+        1)
+            say "this node is not ready, see above. Mend it, or start all the same with OPENPI_DOCTOR=0."
+            exit 2
+            ;;
+        2 | 130) exit "$status" ;; # wrong options, Ctrl-C
+        *) say "scripts/doctor.py itself ended with exit code $status; going on without it" ;;
+    esac
+}
 
 choose_config "$@"
 CUDA_SET=$(cuda_set)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,9 +20,13 @@ from openpi_accel.config.schema import TrainConfig
 from openpi_accel.config.serialize import to_json
 from openpi_accel.errors import UserError
 from openpi_accel.models.freeze import format_counts
-from openpi_accel.models.weights import WeightsReport, find_params_folder
+from openpi_accel.models.weights import WeightsReport, base_weights_fingerprint, find_params_folder
+from openpi_accel.parallel.exchange import together
 from openpi_accel.parallel.mesh import check_batch_size, make_mesh
+from openpi_accel.parallel.same_program import check_same, check_start, config_fields
+from openpi_accel.parallel.shared_storage import check_shared_storage
 from openpi_accel.train.checkpoint import CheckpointStore, Position
+from openpi_accel.train.disk_space import check_disk_space
 from openpi_accel.train.loop import RunResult, compile_step, run
 from openpi_accel.train.metrics import MetricsWriter, WandbSettings
 from openpi_accel.train.run_folder import (
@@ -66,7 +70,9 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     """
     main_process = jax.process_index() == 0
     say: Callable[..., None] = print if main_process else _silent
+    check_start(config, acceleration)
     folder = run_folder_of(config)
+    check_shared_storage(folder.parents[1], config.shared_storage_timeout_s)
     resume_from = check_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
     if resume_from is not None and resume_from + 1 >= config.num_train_steps:
         say(
@@ -76,14 +82,29 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
         return RunResult(state=None, next_step=resume_from + 1, exit_code=0)
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
-    config = _with_local_weights(config, environment)
-    data = build_data(config, acceleration, environment)
-    config = data.config
+
+    def find_and_open() -> Data:
+        local = _with_local_weights(config, environment) if resume_from is None else config
+        return build_data(local, acceleration, environment)
+
+    data = together(find_and_open)
+    config, meaning = data.config, _meaning(data)
+    check_same(_contents(data, meaning))
     _describe_data(data, say)
     training = build_training(config, acceleration, mesh)
     say(format_counts(training.counts))
     for note in training.notes:
         say(note)
+    no_room = check_disk_space(
+        folder,
+        training.abstract,
+        _loop_config(config),
+        resume_from=resume_from,
+        overwrite=config.overwrite,
+        keep_period=config.keep_period,
+    )
+    if no_room:
+        say(f"warning: {no_room}")
     fresh: TrainState | None = None
     if resume_from is None:
         fresh, weights = training.fresh_state()
@@ -94,7 +115,7 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
         folder,
         keep_period=config.keep_period,
         assets={f"{config.asset_id}/norm_stats.json": data.norm_stats_text},
-        settings={**training.settings, **_meaning(data)},
+        settings={**training.settings, **meaning},
     )
     try:
         try:
@@ -117,9 +138,9 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
 
 
 def _with_local_weights(config: TrainConfig, environment: Environment) -> TrainConfig:
-    """The config with the folder of its base weights, which must be there unless the run is resumed."""
+    """The config with the folder of its base weights, which must be there."""
     path = config.weight_loader.params_path
-    if path is None or config.resume:
+    if path is None:
         return config
     found = str(find_params_folder(path, environment.openpi_data_home))
     return dataclasses.replace(config, weight_loader=dataclasses.replace(config.weight_loader, params_path=found))
@@ -140,6 +161,28 @@ def _meaning(data: Data) -> dict[str, Any]:
         "kept_frames": hashlib.sha256(data.rows.tobytes()).hexdigest() if data.config.data.keep_frames else None,
         "norm_stats": hashlib.sha256(statistics.encode()).hexdigest(),
     }
+
+
+def _contents(data: Data, meaning: Mapping[str, Any]) -> dict[str, Any]:
+    """What the files of this node hold and the data have decided, to be the same on every node."""
+    weights = None if data.config.resume else data.config.weight_loader.params_path
+    return {
+        "dataset": meaning["dataset"],
+        "frames in use": hashlib.sha256(data.rows.tobytes() + b"|" + data.val_rows.tobytes()).hexdigest(),
+        "norm statistics": meaning["norm_stats"],
+        "tokenizer": data.source.tokenizer.fingerprint(),
+        "base weights": None if weights is None else base_weights_fingerprint(pathlib.Path(weights)),
+        **config_fields(data.config),
+    }
+
+
+def _loop_config(config: TrainConfig) -> LoopConfig:
+    return LoopConfig(
+        num_train_steps=config.num_train_steps,
+        batch_size=config.batch_size,
+        log_interval=config.log_interval,
+        save_interval=config.save_interval,
+    )
 
 
 def _run(
@@ -175,12 +218,7 @@ def _run(
                 state,
                 training.train_rng,
                 loader,
-                LoopConfig(
-                    num_train_steps=config.num_train_steps,
-                    batch_size=config.batch_size,
-                    log_interval=config.log_interval,
-                    save_interval=config.save_interval,
-                ),
+                _loop_config(config),
                 mesh,
                 store,
                 metrics,

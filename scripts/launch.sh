@@ -103,5 +103,8 @@ launch() { # suffix of the default experiment name, then the launcher's own opti
     ensure_python "${CUDA_SET:-cpu}"
     export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"
     say "$CONFIG, experiment $EXP_NAME, $PYTHON"
+    if declare -F preflight >/dev/null; then # a launcher's own look at the node, with what training will be given
+        preflight "${options[@]}" "${REST[@]}"
+    fi
     exec "$PYTHON" "$REPO/scripts/$script" "$CONFIG" "${options[@]}" "${REST[@]}"
 }

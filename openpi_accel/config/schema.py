@@ -314,7 +314,9 @@ class TrainConfig:
     assets_base_dir: str = "assets"
     """Norm statistics are looked for in <assets-base-dir>/<config>/<asset id>/norm_stats.json."""
     checkpoint_base_dir: str = "checkpoints"
-    """The run's folder is <checkpoint-base-dir>/<config>/<exp-name>."""
+    """The run's folder is <checkpoint-base-dir>/<config>/<exp-name>. Several nodes must share it."""
+    shared_storage_timeout_s: float = 60.0
+    """Several nodes: how long a node may take to see a file that another one has written there."""
     resume: bool = False
     """Continue from the last checkpoint of this exp_name."""
     overwrite: bool = False

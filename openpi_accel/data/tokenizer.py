@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import hashlib
 import pathlib
 import threading
 from collections.abc import Iterable, Sequence
@@ -130,6 +131,10 @@ class PromptTokenizer:
         self.max_token_len = max_token_len
         self.allow_truncation = allow_truncation
         self.tally = Tally()
+
+    def fingerprint(self) -> str:
+        """A hash of the SentencePiece model."""
+        return hashlib.sha256(self._pieces.serialized_model_proto()).hexdigest()
 
     def ids(self, prompt: str, state: np.ndarray | None = None) -> list[int]:
         """The tokens of a prompt, whole and unpadded; see `encode`."""

@@ -1,6 +1,7 @@
 """Base weights: upstream's Orbax parameter checkpoints into our parameter tree, straight to its shards."""
 
 import dataclasses
+import hashlib
 import pathlib
 from collections.abc import Callable, Mapping
 
@@ -68,6 +69,13 @@ def find_params_folder(path: str | pathlib.Path, data_home: pathlib.Path | None 
     if not folder.is_dir():
         raise UserError(f"There are no base weights at {path}: the folder does not exist. {_FETCH}")
     raise UserError(f"{path} holds no Orbax parameters (neither it nor its params/ has a _METADATA file). {_FETCH}")
+
+
+def base_weights_fingerprint(folder: pathlib.Path) -> str:
+    """A hash that other weights do not have, without reading them: of the tree's description and of the table of
+    contents, which is another one with every save (where there is one: what was saved without OCDBT has none)."""
+    described = [folder / name for name in ("_METADATA", "manifest.ocdbt")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in described if path.is_file())).hexdigest()
 
 
 def load_base_params(

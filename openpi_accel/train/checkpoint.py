@@ -21,6 +21,7 @@ from openpi_accel.train.checkpoint_tree import read_state, to_items
 from openpi_accel.train.run_folder import committed_steps, remove_leftovers
 from openpi_accel.types import TrainState
 
+MAX_TO_KEEP = 1
 _SAVE_TIMEOUT_S = 7200
 _RESUME_FILE = "resume/resume.json"
 
@@ -81,7 +82,7 @@ class CheckpointStore:
         folder: pathlib.Path,
         *,
         keep_period: int | None = None,
-        max_to_keep: int = 1,
+        max_to_keep: int = MAX_TO_KEEP,
         assets: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:

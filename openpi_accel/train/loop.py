@@ -119,7 +119,7 @@ def run(
                 state, values = step(state, item.batch, train_rng)
                 watch.started(index, values, item.host.sample_ids, wait_s)
                 stopping = bool(stop) or index == config.num_train_steps - 1
-                if stopping or (index % config.save_interval == 0 and index > first_step):
+                if stopping or config.saves_after(index, first_step):
                     watch.read_all()  # nothing is committed before its step is known to be finite
                     next_sample = item.host.next_sample
                     store.save(

@@ -105,6 +105,17 @@ def remove_leftovers(folder: pathlib.Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
+def reclaimable_bytes(folder: pathlib.Path, *, overwrite: bool) -> int:
+    """What a start frees before its first save: leftovers of interrupted saves, or the run that is overwritten."""
+    if overwrite:
+        return _size_of(folder) + _size_of(_replaced(folder))
+    return sum(_size_of(entry) for entry in folder.glob(f"*{_TEMPORARY}*"))
+
+
+def _size_of(folder: pathlib.Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
 def _known_runs(folder: pathlib.Path) -> str:
     if not folder.parent.is_dir():
         return ""

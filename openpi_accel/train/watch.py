@@ -33,6 +33,10 @@ class LoopConfig:
     log_interval: int
     save_interval: int
 
+    def saves_after(self, index: int, first_step: int) -> bool:
+        """Whether a checkpoint follows this step, in a run that begins with `first_step`."""
+        return index == self.num_train_steps - 1 or (index % self.save_interval == 0 and index > first_step)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Started:

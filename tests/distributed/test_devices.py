@@ -28,6 +28,15 @@ def run_worker(
     )
 
 
+def cluster_of_two() -> list[dict[str, str]]:
+    """The platform's variables of two processes on this machine, by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    return [shared | {"RANK": str(rank)} for rank in range(2)]
+
+
 def finish(*processes: "subprocess.Popen[str]") -> None:
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
@@ -79,18 +88,15 @@ def test_a_checkpoint_of_eight_devices_goes_on_with_fewer(tmp_path: pathlib.Path
 def test_two_processes_train_save_and_resume_as_one(tmp_path: pathlib.Path) -> None:
     toy.train(tmp_path / "one", 6)
     for num_steps, extra in ((3, ()), (6, ("--resume",))):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        cluster = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        cluster = cluster_of_two()
         options = ("--devices", 2, "--expect-devices", 4, "--fsdp", 2, *extra)
         finish(
             *(
                 run_worker(
                     *(tmp_path / "two", num_steps, *options, "--dump", tmp_path / f"dump{rank}.npz"),
-                    env=cluster | {"RANK": str(rank)},
+                    env=env,
                 )
-                for rank in range(2)
+                for rank, env in enumerate(cluster)
             )
         )
     assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"))

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.conftest import REPO
+from tests.lerobot_writer import write_dataset
 
 BASH = shutil.which("bash")
 XLA_FLAGS = (
@@ -236,6 +237,61 @@ def test_multinode_takes_slurms_word(stand_in):
     started = Started(launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), SLURM_JOB_ID="7", **step))
     assert started.script == "scripts/train.py" and "MASTER_ADDR" not in started.env
     assert_refused(launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), SLURM_JOB_ID="7"), "srun", "MASTER_ADDR=")
+
+
+@pytest.fixture
+def real_doctor(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A stand-in that looks at the node in earnest and trains in pretence."""
+    text = STAND_IN.replace("esac", f'    */doctor.py) exec {sys.executable} "$@" ;;\nesac', 1)
+    assert "doctor.py" in text
+    return write_program(tmp_path / "with_doctor" / "python", text)
+
+
+def test_multinode_looks_at_the_node_with_trainings_own_options(stand_in):
+    options = ["pi05_lerobot", "--seed", "7"]
+    done = launch("run_multinode.sh", *options, OPENPI_PYTHON=str(stand_in), DATA_PATH="/data/mine", **NODE)
+    seen, _ = json.loads(next(line for line in done.stderr.splitlines() if line.startswith("[[")))
+    started = Started(done)
+    assert pathlib.Path(seen[0]).relative_to(REPO).as_posix() == "scripts/doctor.py"
+    assert seen[1:] == [started.config, *started.options, "--quick"] and "--data.path=/data/mine" in seen
+    for argv, env in [
+        (options, {"OPENPI_DOCTOR": "0"}),
+        (["pi05_demo"], {}),
+        (["pi05_lerobot", "--help"], {}),
+    ]:
+        done = launch("run_multinode.sh", *argv, OPENPI_PYTHON=str(stand_in), **NODE, **env)
+        assert Started(done) and "doctor.py" not in done.stderr
+    done = launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), OPENPI_DOCTOR="no", **NODE)
+    assert_refused(done, "OPENPI_DOCTOR=no", "OPENPI_DOCTOR=0")
+    assert "doctor.py" not in launch("run_opt.sh", OPENPI_PYTHON=str(stand_in)).stderr
+
+
+def test_multinode_stops_where_the_node_is_not_ready(real_doctor, tmp_path):
+    env = NODE | {"OPENPI_PYTHON": str(real_doctor), "JAX_PLATFORMS": "cpu", "MASTER_ADDR": "127.0.0.1"}
+    tokenizer = next((REPO / "assets" / "demo").glob("*.model"))
+    options = [
+        f"--data.tokenizer-path={tokenizer}",
+        "--weight-loader.params-path=None",
+        f"--data.path={write_dataset(tmp_path / 'd')}",
+    ]
+    done = launch("run_multinode.sh", "pi05_libero", *options, **env)
+    assert Started(done) and "warning: " in done.stderr  # MASTER_ADDR is this node, and this is node 1
+
+    broken = env | {"NCCL_SOCKET_IFNAME": "nothing0"}
+    done = launch("run_multinode.sh", "pi05_libero", *options, **broken)
+    assert_refused(done, "NCCL interface", "NCCL_SOCKET_IFNAME=nothing0")
+    assert "OPENPI_DOCTOR=0" in done.stderr
+    assert Started(launch("run_multinode.sh", "pi05_libero", *options, **broken, OPENPI_DOCTOR="0"))
+
+    done = launch("run_multinode.sh", "pi05_libero", "--no-such-option", **env)
+    assert done.returncode == 2 and done.stdout == "" and "no-such-option" in done.stderr
+
+
+def test_a_doctor_that_breaks_down_stops_nothing(tmp_path):
+    text = STAND_IN.replace("esac", "    */doctor.py) exit 137 ;;\nesac", 1)
+    killed = write_program(tmp_path / "killed" / "python", text)
+    done = launch("run_multinode.sh", OPENPI_PYTHON=str(killed), **NODE)
+    assert Started(done) and "exit code 137" in done.stderr
 
 
 @pytest.mark.parametrize("launcher", ["run_opt.sh", "run_baseline.sh", "run_multinode.sh", "run_tests.sh"])

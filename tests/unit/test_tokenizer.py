@@ -16,7 +16,10 @@ from openpi_accel.data.tokenizer import (
     scan_prompt_lengths,
 )
 from openpi_accel.errors import UserError
+from tests.conftest import REPO
 from tests.data_fakes import tokenizer_model, write_tokenizer
+
+DEMO_TOKENIZER = REPO / "assets" / "demo" / "tokenizer.model"
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +131,7 @@ def test_it_travels_to_another_process_and_counts_anew(path):
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy.ids("open the drawer") == tokenizer.ids("open the drawer")
     assert copy.tally["clipped_state_values"] == 0
+    assert copy.fingerprint() == tokenizer.fingerprint() != make(DEMO_TOKENIZER).fingerprint()
 
 
 def test_the_file_is_found_by_path_then_data_home_then_hub_cache(tmp_path):

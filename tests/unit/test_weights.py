@@ -2,6 +2,7 @@
 
 import gc
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 
 from openpi_accel import tree
 from openpi_accel.errors import UserError
-from openpi_accel.models.weights import find_params_folder, load_base_params
+from openpi_accel.models.weights import base_weights_fingerprint, find_params_folder, load_base_params
 from openpi_accel.orbax_tree import plain_paths
 from openpi_accel.parallel.mesh import make_mesh
 from openpi_accel.parallel.sharding import state_shardings
@@ -138,3 +139,10 @@ def test_a_public_address_is_looked_for_among_upstreams_downloads(tmp_path):
     folder.mkdir(parents=True)
     (folder / "_METADATA").write_text("{}")
     assert find_params_folder(address, tmp_path) == folder
+
+
+def test_the_fingerprint_goes_with_a_copy_and_not_with_other_weights(tmp_path: pathlib.Path) -> None:
+    first = write(tmp_path / "first", small_params())
+    other = write(tmp_path / "other", jax.tree.map(lambda leaf: leaf + 1, small_params()))  # the same names and shapes
+    copy = pathlib.Path(shutil.copytree(first, tmp_path / "copy"))
+    assert base_weights_fingerprint(first) == base_weights_fingerprint(copy) != base_weights_fingerprint(other)
