@@ -14,7 +14,13 @@ import tomllib
 from collections.abc import Iterator
 
 # Distributions whose module is called otherwise; the others: lower case, "-" as "_".
-_MODULES = {"pytest-xdist": "xdist", "orbax-checkpoint": "orbax", "pillow": "PIL", "tensorboardx": "tensorboardX"}
+_MODULES = {
+    "orbax-checkpoint": "orbax",
+    "pillow": "PIL",
+    "pytest-xdist": "xdist",
+    "pyyaml": "yaml",
+    "tensorboardx": "tensorboardX",
+}
 _CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 

@@ -33,6 +33,7 @@ case "$1" in
     -c) exec {sys.executable} "$@" ;;
     --version) exec {sys.executable} "$@" ;;
     */missing_packages.py) [[ ! -e "$(dirname "$0")/broken" ]]; exit ;;
+    */check_nodes.py) exec {sys.executable} "$@" ;;
 esac
 exec {sys.executable} -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' "$@"
 """
@@ -229,6 +230,13 @@ def test_multinode_names_what_is_missing(stand_in, name):
 def test_multinode_refuses_wrong_values(stand_in, name, value):
     done = launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), **NODE | {name: value})
     assert_refused(done, f"{name}={value}", "for example")
+
+
+def test_multinode_takes_slurms_word(stand_in):
+    step = {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
+    started = Started(launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), SLURM_JOB_ID="7", **step))
+    assert started.script == "scripts/train.py" and "MASTER_ADDR" not in started.env
+    assert_refused(launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), SLURM_JOB_ID="7"), "srun", "MASTER_ADDR=")
 
 
 @pytest.fixture

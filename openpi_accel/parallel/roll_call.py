@@ -1,0 +1,199 @@
+"""Who is there, before JAX starts: process 0 listens on the coordinator's port until every other has called in.
+
+JAX's own start ends the process when somebody is missing, and does not say who. So the processes first meet here, by
+plain TCP on the same port, which JAX's coordinator takes over afterwards.
+"""
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from openpi_accel.errors import UserError
+from openpi_accel.parallel.platforms import Cluster
+
+_RETRY_S = 0.5
+_LONGEST_LINE = 65536
+_MOST_NAMED = 16
+
+
+def roll_call(cluster: Cluster, timeout_s: float, say: Callable[[str], object], remind_s: float = 30) -> None:
+    """Returns on every process once all of them are there; process 0 says every `remind_s` seconds whom it waits for.
+
+    Raises:
+        UserError: not all came within `timeout_s` seconds (with the missing ones), two say that they are the same, they
+            do not agree on how many they are, or the port cannot be had.
+    """
+    if cluster.process_id == 0:
+        _Host(cluster, say, remind_s).gather(timeout_s)
+    else:
+        _report(cluster, timeout_s)
+
+
+class _Host:
+    """Process 0's side: one connection for each process that is there and waits."""
+
+    def __init__(self, cluster: Cluster, say: Callable[[str], object], remind_s: float) -> None:
+        self._cluster, self._say, self._remind_s = cluster, say, remind_s
+        self._present: dict[int, tuple[socket.socket, str]] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def gather(self, timeout_s: float) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            self._selector.register(stack.enter_context(_listen(self._cluster)), selectors.EVENT_READ, None)
+            try:
+                self._wait(timeout_s)
+            except UserError as error:
+                self._answer({"error": str(error)})
+                raise
+            self._answer({"go": True})
+
+    def _wait(self, timeout_s: float) -> None:
+        started_s = time.monotonic()
+        remind_at_s = started_s + self._remind_s
+        while missing := self._missing():
+            now_s = time.monotonic()
+            if now_s >= started_s + timeout_s:
+                raise UserError(_absent(self._cluster, missing, f"within {timeout_s:g} s", self._arrived()))
+            if now_s >= remind_at_s:
+                self._say(f"waiting for {_name(self._cluster, missing)} ({now_s - started_s:.0f} s)")
+                remind_at_s += self._remind_s
+            for key, _ in self._selector.select(min(remind_at_s, started_s + timeout_s) - now_s):
+                if key.data is None:
+                    self._accept(key.fileobj)
+                else:
+                    self._read(key.fileobj, key.data)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, self._cluster.num_processes) if rank not in self._present]
+
+    def _arrived(self) -> str:
+        return ", ".join(f"{rank} ({host})" for rank, (_, host) in sorted(self._present.items())[:_MOST_NAMED])
+
+    def _accept(self, listener: Any) -> None:
+        with contextlib.suppress(OSError):  # gone again already
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, bytearray())
+
+    def _read(self, connection: Any, received: bytearray) -> None:
+        try:
+            data = connection.recv(_LONGEST_LINE)
+        except OSError:
+            data = b""
+        received += data
+        if not data or len(received) > _LONGEST_LINE:  # a process that died while it waited, or a port scanner
+            self._present = {rank: seat for rank, seat in self._present.items() if seat[0] is not connection}
+            self._selector.unregister(connection)
+            connection.close()
+        elif received.endswith(b"\n"):
+            self._seat(connection, _decode(received))
+
+    def _seat(self, connection: socket.socket, card: dict[str, Any]) -> None:
+        rank, num_processes, host = card.get("rank"), card.get("num_processes"), str(card.get("host"))
+        if not isinstance(rank, int) or num_processes is None:
+            return  # somebody else's
+        if num_processes != self._cluster.num_processes:
+            raise UserError(
+                f"Rank {rank} ({host}) was told of {num_processes} nodes, rank 0 of {self._cluster.num_processes}. "
+                f"WORLD_SIZE must be the same on all nodes, for example WORLD_SIZE={self._cluster.num_processes}."
+            )
+        if rank in self._present and self._present[rank][0] is not connection:
+            raise UserError(
+                f"Two processes say that they are rank {rank}: {self._present[rank][1]} and {host}. Every node needs a "
+                f"RANK of its own, 0 to {num_processes - 1}, and one process."
+            )
+        self._present[rank] = (connection, host)
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        for connection in self._connections():  # strangers too, who may be the second of a rank
+            with contextlib.suppress(OSError):  # who is gone by now shows when JAX starts
+                connection.settimeout(5)
+                connection.sendall(line)
+
+    def _connections(self) -> list[Any]:
+        return [key.fileobj for key in self._selector.get_map().values() if key.data is not None]
+
+    def _close(self) -> None:
+        for connection in self._connections():
+            connection.close()
+        self._selector.close()
+
+
+def _report(cluster: Cluster, timeout_s: float) -> None:
+    """The others' side: connects, says who this is, waits for the answer; anew where process 0 is not there yet."""
+    card = {"rank": cluster.process_id, "num_processes": cluster.num_processes, "host": socket.gethostname()}
+    deadline_s = time.monotonic() + timeout_s
+    # Process 0 speaks when its own time is over; it may have started last.
+    patience_s = timeout_s + 10
+    trouble = "no answer"
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((cluster.host, cluster.port), timeout=min(left_s, 10)) as connection:
+                if connection.getsockname() == connection.getpeername():
+                    raise OSError("the port answered to itself")  # TCP allows that where nobody listens
+                connection.sendall(json.dumps(card).encode() + b"\n")
+                connection.settimeout(patience_s)
+                answer = _decode(_line(connection))
+        except OSError as error:
+            trouble = str(error) or type(error).__name__
+        else:
+            if "error" in answer:
+                raise UserError(answer["error"])
+            if "go" in answer:
+                return
+            trouble = "the connection was closed without an answer"
+        time.sleep(min(_RETRY_S, max(0.0, deadline_s - time.monotonic())))
+    raise UserError(_absent(cluster, [0], f"at {cluster.coordinator_address} within {timeout_s:g} s: {trouble}"))
+
+
+def _line(connection: socket.socket) -> bytes:
+    received = bytearray()
+    while not received.endswith(b"\n") and (data := connection.recv(_LONGEST_LINE)):
+        received += data
+    return bytes(received)
+
+
+def _decode(line: bytes | bytearray) -> dict[str, Any]:
+    """The object of a line of ours; empty for anything else."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _listen(cluster: Cluster) -> socket.socket:
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        return socket.create_server(
+            ("", cluster.port), family=family, dualstack_ipv6=dual, backlog=min(cluster.num_processes, 1024)
+        )
+    except OSError as error:
+        raise UserError(
+            f"MASTER_PORT={cluster.port} cannot be had on this node, which has rank 0 ({error.strerror}). Choose "
+            "another one, the same on all nodes, for example MASTER_PORT=29501, or end what listens there."
+        ) from error
+
+
+def _name(cluster: Cluster, ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    names = [f"{rank} ({cluster.hosts[rank]})" if cluster.hosts else str(rank) for rank in ranks[:_MOST_NAMED]]
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank {names[0]}" if len(ranks) == 1 else f"ranks {', '.join(names)}{more}"
+
+
+def _absent(cluster: Cluster, missing: list[int], when: str, arrived: str = "") -> str:
+    return (
+        f"{_name(cluster, missing)} of {cluster.num_processes} did not come {when}"
+        + (f"; rank 0 and {arrived} are there" if arrived else "")
+        + ". Check that every node runs the same command with its own RANK, that MASTER_ADDR is the address of the "
+        f"node with RANK=0 and MASTER_PORT={cluster.port} of it can be reached from the others, and that "
+        f"WORLD_SIZE={cluster.num_processes} counts nodes, not GPUs. docs/multinode.md says more."
+    )

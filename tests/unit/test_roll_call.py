@@ -1,0 +1,133 @@
+"""Who is there before JAX starts: threads stand for the processes."""
+
+import contextlib
+import socket
+import threading
+import time
+
+from openpi_accel.errors import UserError
+from openpi_accel.parallel.platforms import Cluster
+from openpi_accel.parallel.roll_call import roll_call
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Roll:
+    """Runs roll calls in threads; `outcomes` holds None, or the message of a UserError."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.outcomes: dict[str, str | None] = {}
+        self.said: list[str] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self, name: str, rank: int, size: int = 3, timeout_s: float = 10, hosts: tuple[str, ...] = ()) -> None:
+        cluster = Cluster(
+            host="127.0.0.1", port=self.port, num_processes=size, process_id=rank, started_by="a test", hosts=hosts
+        )
+
+        def call() -> None:
+            try:
+                roll_call(cluster, timeout_s, self.said.append, remind_s=0.2)
+                self.outcomes[name] = None
+            except UserError as error:
+                self.outcomes[name] = str(error)
+
+        self._threads.append(threading.Thread(target=call))
+        self._threads[-1].start()
+
+    def join(self) -> dict[str, str | None]:
+        for thread in self._threads:
+            thread.join(timeout=30)
+            assert not thread.is_alive()
+        return self.outcomes
+
+    def connect(self) -> socket.socket:
+        for _ in range(100):
+            with contextlib.suppress(ConnectionRefusedError):
+                return socket.create_connection(("127.0.0.1", self.port))
+            time.sleep(0.05)
+        raise AssertionError("rank 0 does not listen")
+
+
+def test_all_are_there_and_the_port_is_free_again() -> None:
+    roll = Roll()
+    roll.start("2", 2)
+    roll.start("1", 1)
+    time.sleep(0.3)  # they come before rank 0 listens
+    roll.start("0", 0)
+    assert roll.join() == {"0": None, "1": None, "2": None}
+    socket.create_server(("127.0.0.1", roll.port)).close()
+    assert roll.outcomes["0"] is None
+
+
+def test_everyone_is_told_who_is_missing() -> None:
+    roll = Roll()
+    roll.start("0", 0, size=4, timeout_s=1.5, hosts=("a", "b", "c", "d"))
+    roll.start("1", 1, size=4, timeout_s=1.5)
+    outcomes = roll.join()
+    assert outcomes["0"] == outcomes["1"]
+    assert outcomes["0"] is not None
+    assert outcomes["0"].startswith("ranks 2 (c), 3 (d) of 4 did not come within 1.5 s; rank 0 and 1 (")
+    assert f"MASTER_PORT={roll.port}" in outcomes["0"]
+    assert any(line.startswith("waiting for ranks 2 (c), 3 (d) (") for line in roll.said)
+
+
+def test_rank_0_is_missing() -> None:
+    roll = Roll()
+    roll.start("1", 1, size=2, timeout_s=1)
+    assert (roll.join()["1"] or "").startswith(
+        f"rank 0 of 2 did not come at 127.0.0.1:{roll.port} within 1 s: [Errno 111] Connection refused"
+    )
+
+
+def test_two_of_the_same_rank() -> None:
+    roll = Roll()
+    roll.start("0", 0)
+    roll.start("1", 1)
+    roll.start("also 1", 1)
+    for message in roll.join().values():
+        assert "Two processes say that they are rank 1" in (message or "")
+
+
+def test_nodes_that_were_told_of_different_sizes() -> None:
+    roll = Roll()
+    roll.start("0", 0, size=2)
+    roll.start("1", 1, size=16, timeout_s=3)
+    outcomes = roll.join()
+    assert outcomes["0"] == outcomes["1"] and "was told of 16 nodes, rank 0 of 2" in (outcomes["0"] or "")
+
+
+def test_strangers_and_those_who_leave_do_not_count() -> None:
+    roll = Roll()
+    roll.start("0", 0, size=2, timeout_s=5)
+    with roll.connect() as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n[1]\n")
+        with roll.connect() as left:
+            left.sendall(b'{"rank": 1, "num_processes": 2, "host": "gone"')  # half a line: not there yet
+            time.sleep(0.2)
+        roll.start("1", 1, size=2, timeout_s=5)
+        assert roll.join() == {"0": None, "1": None}
+
+
+def test_a_process_that_died_while_it_waited_may_come_again() -> None:
+    roll = Roll()
+    roll.start("0", 0, size=3, timeout_s=5)
+    with roll.connect() as died:
+        died.sendall(b'{"rank": 1, "num_processes": 3, "host": "gone"}\n')
+        time.sleep(0.3)
+    time.sleep(0.3)
+    roll.start("1", 1)
+    roll.start("2", 2)
+    assert roll.join() == {"0": None, "1": None, "2": None}
+
+
+def test_a_taken_port_is_named() -> None:
+    roll = Roll()
+    with socket.create_server(("", roll.port)):
+        roll.start("0", 0)
+        assert f"MASTER_PORT={roll.port} cannot be had" in (roll.join()["0"] or "")
