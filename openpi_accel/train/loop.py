@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from openpi_accel.errors import UserError
@@ -138,7 +139,7 @@ def run(
                     watch.reset_timing()
                 state, values = step(state, item.batch, train_rng)
                 watch.started(index, values, item.host.sample_ids, wait_s)
-                stopping = bool(stop) or index == config.num_train_steps - 1
+                stopping = stop.asked(index) or index == config.num_train_steps - 1
                 if stopping or config.saves_after(index, first_step):
                     watch.read_all()  # nothing is committed before its step is known to be finite
                     next_sample = item.host.next_sample
@@ -161,29 +162,43 @@ def run(
         prefetcher.close()
         if progress is not None:
             progress.close()
-    interrupted = bool(stop) and index < config.num_train_steps - 1
-    return RunResult(state=state, next_step=index + 1, exit_code=128 + stop[0] if interrupted else 0)
+    exit_code = 0 if stop.signal is None or index == config.num_train_steps - 1 else 128 + stop.signal
+    return RunResult(state=state, next_step=index + 1, exit_code=exit_code)
+
+
+@dataclasses.dataclass
+class _Stop:
+    """Whether the run was asked to end early, and by which signal."""
+
+    signal: int | None = None
+
+    def asked(self, index: int) -> bool:
+        """To be called by every process after every step; all of them get the same answer after the same step."""
+        # JAX itself watches for SIGTERM where there are several processes, and has them agree on a step.
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(index):
+            self.signal = signal.SIGTERM
+        return self.signal is not None
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
+def _stop_signals() -> Iterator[_Stop]:
     """SIGTERM and the first Ctrl-C are noted, to be obeyed after the step; a second Ctrl-C interrupts at once.
 
-    With several processes the signals keep their usual effect: one process may not stop alone.
+    With several processes SIGTERM to any one of them stops all after the same step. Ctrl-C keeps its usual effect.
     """
-    received: list[int] = []
+    stop = _Stop()
     if threading.current_thread() is not threading.main_thread() or jax.process_count() > 1:
-        yield received
+        yield stop
         return
 
     def note(number: int, frame: Any) -> None:
-        if received and number == signal.SIGINT:
+        if stop.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        received.append(number)
+        stop.signal = stop.signal or number
 
     old = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield received
+        yield stop
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

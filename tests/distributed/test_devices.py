@@ -1,9 +1,11 @@
 """Any number of devices and processes gives the same run, and a checkpoint moves between them."""
 
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from openpi_accel.parallel.mesh import make_mesh
 from openpi_accel.train.metrics import read_rows
+from openpi_accel.train.run_folder import committed_steps
 from tests.conftest import REPO
 from tests.unit import toy
 
@@ -103,3 +106,21 @@ def test_two_processes_train_save_and_resume_as_one(tmp_path: pathlib.Path) -> N
     first, second = (dumped(tmp_path / f"dump{rank}.npz") for rank in range(2))
     for name in first:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_sigterm_to_one_process_stops_all_after_the_same_step(tmp_path: pathlib.Path, told: int) -> None:
+    folder, options = tmp_path / "two", ("--expect-devices", 2)
+    processes = [run_worker(folder, 1_000_000, *options, env=env) for env in cluster_of_two()]
+    deadline_s = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() or len(read_rows(folder / "metrics.jsonl")) < 3:
+        assert all(process.poll() is None for process in processes) and time.monotonic() < deadline_s
+        time.sleep(0.1)
+    processes[told].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [143, 143], outputs
+    (saved,) = committed_steps(folder)
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == list(range(saved + 1))  # the last one read
+    finish(*(run_worker(folder, saved + 3, *options, "--resume", env=env) for env in cluster_of_two()))
+    toy.train(tmp_path / "straight", saved + 3)
+    assert_close(losses(folder)[-4:], losses(tmp_path / "straight")[-4:])

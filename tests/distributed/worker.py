@@ -6,6 +6,7 @@ Its cluster comes from MASTER_ADDR and the like.
 import argparse
 import os
 import pathlib
+import sys
 import time
 
 import jax
@@ -56,6 +57,7 @@ def main() -> None:
     if args.dump:
         everywhere = jax.jit(lambda s: s, out_shardings=sharding.replicated(make_mesh(args.fsdp)))(result.state)
         np.savez(args.dump, **{name: np.asarray(leaf) for name, leaf in by_path(everywhere).items()})
+    sys.exit(result.exit_code)
 
 
 if __name__ == "__main__":
