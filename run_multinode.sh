@@ -30,7 +30,6 @@ preflight() { # training's options; a start that cannot work ends here, on the n
     local status=0
     if [[ -n ${OPENPI_DOCTOR:-} ]] && ! switch_is_on OPENPI_DOCTOR; then return 0; fi
     if given --help || given -h; then return 0; fi
-    if [[ $CONFIG == pi05_demo ]]; then return 0; fi # makes its own data, on one node
     "$PYTHON" "$REPO/scripts/doctor.py" "$CONFIG" "$@" --quick >&2 || status=$?
     case $status in
         0) ;;
@@ -44,6 +43,7 @@ preflight() { # training's options; a start that cannot work ends here, on the n
 }
 
 choose_config "$@"
+[[ $CONFIG != pi05_demo ]] || fail "pi05_demo makes its own data and runs on one node: bash run_opt.sh pi05_demo"
 CUDA_SET=$(cuda_set)
 ensure_python "${CUDA_SET:-cpu}"
 PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" "$REPO/scripts/check_nodes.py"

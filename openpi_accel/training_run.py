@@ -26,16 +26,18 @@ from openpi_accel.parallel.exchange import together
 from openpi_accel.parallel.mesh import check_batch_size, make_mesh
 from openpi_accel.parallel.same_program import check_same, check_start, config_fields
 from openpi_accel.parallel.shared_storage import check_shared_storage
-from openpi_accel.train.checkpoint import CheckpointStore, Position
+from openpi_accel.train.checkpoint import CheckpointStore, Position, check_settings
 from openpi_accel.train.disk_space import check_disk_space
 from openpi_accel.train.loop import RunResult, abstract_batch, compile_ahead, run
 from openpi_accel.train.memory import device_limit, require_memory, step_memory
 from openpi_accel.train.metrics import MetricsWriter, WandbSettings
 from openpi_accel.train.run_folder import (
     check_run_folder,
+    committed_steps,
     discard_replaced,
     discard_start,
     prepare_run_folder,
+    replaced_folder,
     restore_replaced,
 )
 from openpi_accel.train.watch import LoopConfig
@@ -71,7 +73,7 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
 
     Raises:
         UserError: anything that the user can mend. An older run that is overwritten is gone only once the new one has
-            done its first step.
+            saved its first checkpoint.
     """
     main_process = jax.process_index() == 0
     say: Callable[..., None] = print if main_process else _silent
@@ -110,18 +112,30 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     )
     if no_room:
         say(f"warning: {no_room}")
+    settings = {**training.settings, **meaning}
+    if resume_from is not None:
+        check_settings(folder / str(resume_from), settings)
     step = _compile(config, data, training, mesh, say)
     fresh: TrainState | None = None
     if resume_from is None:
         fresh, weights = training.fresh_state()
         say(_describe_weights(weights, config))
 
+    older = committed_steps(folder) if config.overwrite else []
     prepare_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
+    if older:
+        say(
+            f"{folder} held another run (last checkpoint: {older[-1]}). It lies in {replaced_folder(folder)} and is "
+            "deleted once this one has saved a checkpoint. To go on with it instead, stop this one, then: "
+            f"rm -r {folder} && mv {replaced_folder(folder)} {folder}"
+        )
+    if config.resume and resume_from is None:
+        say(f"{folder} holds no checkpoint yet; its run starts again")
     store = CheckpointStore(
         folder,
         keep_period=config.keep_period,
         assets={f"{config.asset_id}/norm_stats.json": data.norm_stats_text},
-        settings={**training.settings, **meaning},
+        settings=settings,
     )
     try:
         try:
@@ -256,7 +270,7 @@ def _run(
                 metrics,
                 position=position,
                 on_first_batch=save_pictures,
-                on_first_step=lambda: discard_replaced(folder),
+                on_saved=lambda: discard_replaced(folder),
                 rows_of=lambda ids: data.rows[ids],
                 validation=build_validation(data, mesh),
                 skipped=lambda: sorted(dict(loader.skipped).items()),  # a copy: its thread goes on

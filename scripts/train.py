@@ -25,9 +25,11 @@ def main() -> int:
     result = train(config, acceleration, Environment.from_env(os.environ))
     if jax.process_index() == 0:
         folder = run_folder_of(config)
-        print(
-            f"done: {result.next_step} steps; checkpoints, metrics.jsonl, loss_curve.png, first_batch.png in {folder}"
-        )
+        left = f"checkpoints, metrics.jsonl, loss_curve.png, first_batch.png in {folder}"
+        if result.exit_code:
+            print(f"stopped by a signal after {result.next_step} steps, saved; go on with --resume (RESUME=1); {left}")
+        else:
+            print(f"done: {result.next_step} steps; {left}")
     return result.exit_code
 
 

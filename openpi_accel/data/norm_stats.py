@@ -175,12 +175,21 @@ def widths(stats: Statistics, how: Normalization) -> np.ndarray:
     return stats.std * GAUSS_WIDTH
 
 
-def narrow_range_warnings(stats: NormStats, how: Normalization, threshold: float = NARROW_RANGE) -> list[str]:
-    """One line for each nearly constant dimension: normalising blows its noise up to the size of a signal."""
+def narrow_range_warnings(
+    stats: NormStats, how: Normalization, *, command: str, threshold: float = NARROW_RANGE
+) -> list[str]:
+    """One line for each nearly constant dimension: normalising blows its noise up to the size of a signal.
+
+    Args:
+        stats: the statistics.
+        how: quantiles or z-score.
+        command: what computes the statistics anew.
+        threshold: a range below it is narrow.
+    """
     return [
         f"{key} dimension {i} is nearly constant: its range from the 1 % to the 99 % quantile is {width:.3g} (below "
         f"{threshold:g}), so normalising multiplies its noise by {2 / (width + EPSILON):.3g}. If that is no signal, "
-        f"put a floor under it: scripts/compute_norm_stats.py --min-{kind}-range 1"
+        f"put a floor under it: {command} --min-{kind}-range 1"
         for key, kind, of_key in (("state", "state", stats.state), ("actions", "action", stats.actions))
         for i, width in enumerate(widths(of_key, how))
         if width < threshold

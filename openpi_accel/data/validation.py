@@ -73,7 +73,7 @@ def validate_before_training(
         action_key=mapping.action_key,
     )
     warnings = check_computed_for(numbers.norm_stats, expected, command=command)
-    warnings += narrow_range_warnings(numbers.norm_stats, numbers.normalization)
+    warnings += narrow_range_warnings(numbers.norm_stats, numbers.normalization, command=command)
     warnings += _fit_warnings(source, rows)
 
     normalized_state = numbers.normalize_state(state[rows])

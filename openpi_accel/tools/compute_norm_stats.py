@@ -28,6 +28,7 @@ from openpi_accel.data.norm_stats import (
 )
 from openpi_accel.data.rows import numeric_column, reached_rows, require_finite, training_rows
 from openpi_accel.data.statistics import action_statistics, fingerprint, state_statistics
+from openpi_accel.data.stats_command import stats_command
 from openpi_accel.errors import UserError
 
 _PROG = "compute_norm_stats.py"
@@ -111,7 +112,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     path = norm_stats_path(config.assets_base_dir, config.name, config.asset_id)
     save_norm_stats(path, stats)
     _print_table(console, stats)
-    for warning in narrow_range_warnings(stats, config.data.normalization):
+    again = stats_command(config, str(root))
+    for warning in narrow_range_warnings(stats, config.data.normalization, command=again):
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     console.print(f"{path} written in {time.monotonic() - start_s:.1f} s", highlight=False, soft_wrap=True)
     return 0

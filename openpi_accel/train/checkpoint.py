@@ -162,25 +162,9 @@ class CheckpointStore:
                 f"{folder} has no train_state/, so it cannot be resumed. Delete it to resume from an older one, or "
                 f"start a run of its own from its weights: --weight-loader.params-path={folder / 'params'}"
             )
-        position, settings = _read_resume(folder)
-        self._check_settings(folder, settings)
+        position, _ = _read_resume(folder)
+        check_settings(folder, self._settings)
         return read_state(folder, target), position
-
-    def _check_settings(self, folder: pathlib.Path, saved: Mapping[str, Any] | None) -> None:
-        if saved is None:
-            return
-        changed = [
-            f"{name}: saved {saved.get(name)!r}, now {self._settings.get(name)!r}"
-            for name in sorted({*saved, *self._settings})
-            if saved.get(name) != self._settings.get(name)
-        ]
-        if changed:
-            raise UserError(
-                f"{folder} was trained with other settings:\n    "
-                + "\n    ".join(changed)
-                + "\nResume with the saved ones, or start a run of its own from these weights: another --exp-name with "
-                f"--weight-loader.params-path={folder / 'params'}"
-            )
 
     def _save_failed(self, error: Exception) -> UserError:
         """Frees the space of the failed save and says what is still there."""
@@ -199,6 +183,45 @@ class CheckpointStore:
             "free space (df -h) or choose another --checkpoint-base-dir, then continue with --resume (launchers: "
             "RESUME=1)."
         )
+
+
+def check_settings(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
+    """Compares what a checkpoint was trained with, where it says so, with these settings; reads no array.
+
+    Args:
+        folder: of the checkpoint.
+        settings: as CheckpointStore takes them.
+
+    Raises:
+        UserError: names each value that differs.
+    """
+    _, saved = _read_resume(folder)
+    if saved is None:
+        return
+    old, new = _flat(saved), _flat(json.loads(json.dumps(dict(settings))))
+    changed = [
+        f"{name}: saved {old.get(name)!r}, now {new.get(name)!r}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+    if changed:
+        raise UserError(
+            f"{folder} was trained with other settings:\n    "
+            + "\n    ".join(changed)
+            + "\nResume with the saved ones (the run's options are in its config.json), or start a run of its own from "
+            f"these weights: another --exp-name with --weight-loader.params-path={folder / 'params'}"
+        )
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings by their path, an empty one being itself."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{name}.{path}": leaf for path, leaf in _flat(value).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def _read_resume(folder: pathlib.Path) -> tuple[Position, Mapping[str, Any] | None]:

@@ -84,7 +84,7 @@ def run(
     *,
     position: Position | None = None,
     on_first_batch: Callable[[Any], None] | None = None,
-    on_first_step: Callable[[], object] = lambda: None,
+    on_saved: Callable[[], object] = lambda: None,
     rows_of: Callable[[np.ndarray], np.ndarray] = np.asarray,
     validation: Validation | None = None,
     skipped: Callable[[], Sequence[tuple[int, str]]] = tuple,
@@ -108,7 +108,7 @@ def run(
         validation: measures the loss on held-out data, every so many steps and after the last.
         skipped: tells the samples that the loader has left out so far, for the checkpoint.
         on_first_batch: gets the first batch, as the loader gave it.
-        on_first_step: called once a first step is known to be finite.
+        on_saved: called whenever a checkpoint of this run is known to be complete, but for the one of a stop signal.
         rows_of: sample ids -> rows of the dataset, by which a person can look samples up.
         show: print progress (process 0).
 
@@ -120,9 +120,8 @@ def run(
     first_step = int(state.step)
     index = first_step - 1
     progress = ProgressReport(config.num_train_steps, first_step) if show else None
-    watch = StepWatch(
-        config, store.folder, metrics, progress, position.unlogged if position else {}, on_first_step, rows_of
-    )
+    watch = StepWatch(config, store.folder, metrics, progress, position.unlogged if position else {}, rows_of)
+    has_saved = False
     prefetcher = DevicePrefetcher(loader, batch_sharding(mesh))
     try:
         with _stop_signals() as stop:
@@ -148,12 +147,17 @@ def run(
                         state,
                         Position(next_sample=next_sample, unlogged=watch.unlogged(), skipped=tuple(skipped())),
                     )
+                    if has_saved:  # this save has waited for the one before
+                        on_saved()
+                    has_saved = True
                     metrics.save_loss_curve()
                 if validation is not None and (stopping or (index % validation.interval == 0 and index > first_step)):
                     watch.validated(index, validation.loss, state)
                 if stopping:
                     break
             store.wait()
+            if has_saved and stop.signal is None:  # a run stopped at once may have been a mistake
+                on_saved()
     except BaseException:
         with contextlib.suppress(UserError):  # a save under way is completed; the first error is the one to tell
             store.wait()

@@ -34,6 +34,12 @@ def check_run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -> 
     """
     in_use = folder.is_dir() and any(folder.iterdir())
     steps = committed_steps(folder)
+    if resume and not steps and committed_steps(replaced_folder(folder)):
+        raise UserError(
+            f"{folder} has no checkpoint: it was killed before its first save. The run that it was to overwrite is "
+            f"still there. To go on with that one: rm -r {folder} && mv {replaced_folder(folder)} {folder}. To start "
+            "the new one again: --overwrite (launchers: without RESUME=1)."
+        )
     if in_use and not resume and not overwrite:
         last = f" (last checkpoint: {steps[-1]})" if steps else ""
         raise UserError(
@@ -52,14 +58,17 @@ def prepare_run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -
     """Makes the folder ready for a run; every process calls this. Returns and raises as `check_run_folder`.
 
     Clears what an interrupted save left behind. A run that is overwritten is only moved aside: `discard_replaced`
-    deletes it once the new one is under way, `restore_replaced` puts it back if the new one never got so far.
+    deletes it once the new one has a checkpoint, `restore_replaced` puts it back if the new one never got so far.
     """
     resume_from = check_run_folder(folder, resume=resume, overwrite=overwrite)
     _barrier("run_folder_seen")  # nobody changes the folder before everybody has looked
     if jax.process_index() == 0:
         if overwrite and folder.exists():
-            discard_replaced(folder)
-            folder.rename(_replaced(folder))
+            if replaced_folder(folder).exists() and not committed_steps(folder):
+                shutil.rmtree(folder)  # killed before it had anything; the run before it is the one to keep
+            else:
+                discard_replaced(folder)
+                folder.rename(replaced_folder(folder))
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
     _barrier("run_folder_ready")
@@ -68,18 +77,18 @@ def prepare_run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -
 
 def discard_replaced(folder: pathlib.Path) -> None:
     """Deletes the run that this one has overwritten, if there is one."""
-    if jax.process_index() == 0 and _replaced(folder).exists():
-        shutil.rmtree(_replaced(folder))
+    if jax.process_index() == 0 and replaced_folder(folder).exists():
+        shutil.rmtree(replaced_folder(folder))
 
 
 def restore_replaced(folder: pathlib.Path) -> bool:
     """Puts the overwritten run back in place of a new one that came to nothing; whether there was one."""
-    if jax.process_index() != 0 or not _replaced(folder).exists():
+    if jax.process_index() != 0 or not replaced_folder(folder).exists() or committed_steps(folder):
         return False
     for evidence in folder.glob(NOT_FINITE.format(step="*")):  # an error message names it
-        shutil.move(evidence, _replaced(folder) / evidence.name)
+        shutil.move(evidence, replaced_folder(folder) / evidence.name)
     shutil.rmtree(folder, ignore_errors=True)
-    _replaced(folder).rename(folder)
+    replaced_folder(folder).rename(folder)
     return True
 
 
@@ -94,7 +103,8 @@ def discard_start(folder: pathlib.Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _replaced(folder: pathlib.Path) -> pathlib.Path:
+def replaced_folder(folder: pathlib.Path) -> pathlib.Path:
+    """Where the run lies that this one overwrites, until this one has a checkpoint."""
     return folder.with_name(f".{folder.name}.replaced")
 
 
@@ -106,9 +116,11 @@ def remove_leftovers(folder: pathlib.Path) -> None:
 
 
 def reclaimable_bytes(folder: pathlib.Path, *, overwrite: bool) -> int:
-    """What a start frees before its first save: leftovers of interrupted saves, or the run that is overwritten."""
+    """What a start frees before its first save; a run with checkpoints that is overwritten stays until after it."""
+    if overwrite and not committed_steps(folder):
+        return _size_of(folder)
     if overwrite:
-        return _size_of(folder) + _size_of(_replaced(folder))
+        return _size_of(replaced_folder(folder))
     return sum(_size_of(entry) for entry in folder.glob(f"*{_TEMPORARY}*"))
 
 

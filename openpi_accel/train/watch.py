@@ -55,13 +55,11 @@ class StepWatch:
         metrics: MetricsWriter,
         progress: ProgressReport | None,
         unlogged: Mapping[str, list[float]],
-        on_first_step: Callable[[], object] = lambda: None,
         rows_of: Callable[[np.ndarray], np.ndarray] = np.asarray,
     ) -> None:
         self._config, self._folder, self._metrics, self._progress = config, folder, metrics, progress
         self._flight: deque[_Started] = deque()
         self._rows_of = rows_of
-        self._on_first_step: Callable[[], object] | None = on_first_step
         self._values: dict[str, list[float]] = {name: list(v) for name, v in unlogged.items()}
         self.reset_timing()
 
@@ -94,9 +92,6 @@ class StepWatch:
         if not all(math.isfinite(value) for value in values.values()):
             raise self._not_finite(values)
         self._flight.popleft()
-        if self._on_first_step is not None:
-            self._on_first_step()
-            self._on_first_step = None
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
         self._timed_steps += 1

@@ -256,11 +256,12 @@ def test_multinode_looks_at_the_node_with_trainings_own_options(stand_in):
     assert seen[1:] == [started.config, *started.options, "--quick"] and "--data.path=/data/mine" in seen
     for argv, env in [
         (options, {"OPENPI_DOCTOR": "0"}),
-        (["pi05_demo"], {}),
         (["pi05_lerobot", "--help"], {}),
     ]:
         done = launch("run_multinode.sh", *argv, OPENPI_PYTHON=str(stand_in), **NODE, **env)
         assert Started(done) and "doctor.py" not in done.stderr
+    done = launch("run_multinode.sh", "pi05_demo", OPENPI_PYTHON=str(stand_in), **NODE)
+    assert_refused(done, "pi05_demo makes its own data", "bash run_opt.sh pi05_demo")
     done = launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), OPENPI_DOCTOR="no", **NODE)
     assert_refused(done, "OPENPI_DOCTOR=no", "OPENPI_DOCTOR=0")
     assert "doctor.py" not in launch("run_opt.sh", OPENPI_PYTHON=str(stand_in)).stderr

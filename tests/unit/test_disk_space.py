@@ -111,7 +111,11 @@ def test_what_the_start_frees_counts_as_free(tmp_path: pathlib.Path, free: colle
     (tmp_path / "7" / "params" / "d").write_bytes(b"x" * 9000)
     with pytest.raises(UserError):
         check(tmp_path)
+    with pytest.raises(UserError):
+        check(tmp_path, overwrite=True)  # what is overwritten stays until the new run has a checkpoint
+    (tmp_path / "7").rename(tmp_path / "unfinished")
     assert check(tmp_path, overwrite=True) == ""
+    (tmp_path / "unfinished").rename(tmp_path / "7")
     free.append(5000)
     assert check(tmp_path, resume_from=7) == ""  # 9 alone is to come, beside 7
     (tmp_path / "9.orbax-checkpoint-tmp").mkdir()

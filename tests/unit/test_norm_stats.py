@@ -62,7 +62,7 @@ def test_the_published_file_is_shipped_and_read(repo):
     assert stats.computed_for is None
     assert stats.state.mean.shape == (8,) and stats.actions.q99.shape == (7,)
     assert stats.actions.q99[6] == 0.9996 and stats.state.mean[0] == -0.046515364199876785
-    assert narrow_range_warnings(stats, "quantile") == []
+    assert narrow_range_warnings(stats, "quantile", command="again") == []
 
 
 @pytest.mark.shared
@@ -169,8 +169,8 @@ def test_a_nearly_constant_dimension_is_named_with_its_range():
     values = np.array([[1.0, 0.001], [-1.0, -0.001]] * 50)
     narrow = state_statistics(values, np.arange(100))
     for how in ("quantile", "zscore"):
-        (warning,) = narrow_range_warnings(NormStats(state=narrow, actions=of([1.0])), how)
-        assert "state dimension 1" in warning and "--min-state-range 1" in warning
+        (warning,) = narrow_range_warnings(NormStats(state=narrow, actions=of([1.0])), how, command="again")
+        assert "state dimension 1" in warning and "again --min-state-range 1" in warning
         assert ("0.002" if how == "quantile" else "0.00465") in warning
 
 
@@ -180,7 +180,7 @@ def test_the_floor_widens_around_the_middle():
     np.testing.assert_allclose(floored.q99 - floored.q01, [1.0, 6.0])
     np.testing.assert_allclose(floored.q01 + floored.q99, [9.9, 0.0])
     assert floored.std[1] == 2 and 0.2 < floored.std[0] < 0.22
-    assert narrow_range_warnings(NormStats(state=floored, actions=floored), "quantile") == []
+    assert narrow_range_warnings(NormStats(state=floored, actions=floored), "quantile", command="again") == []
 
 
 # Exact values

@@ -11,6 +11,7 @@ from openpi_accel.train.run_folder import (
     discard_replaced,
     discard_start,
     prepare_run_folder,
+    replaced_folder,
     restore_replaced,
 )
 
@@ -64,6 +65,20 @@ def test_a_run_that_came_to_nothing_leaves_its_name_free(tmp_path: pathlib.Path)
     (run / "metrics.jsonl").write_text("")
     discard_start(run)
     assert (run / "7" / "params").is_dir()
+
+
+def test_a_new_run_that_was_killed_before_its_first_save_costs_nothing(tmp_path: pathlib.Path) -> None:
+    run = run_with_checkpoint(tmp_path / "run", 7)
+    prepare_run_folder(run, resume=False, overwrite=True)
+    (run / "metrics.jsonl").write_text("a row")  # then kill -9
+    with pytest.raises(UserError, match=r"was to overwrite is still there.*mv .*\.run\.replaced"):
+        check_run_folder(run, resume=True, overwrite=False)
+    prepare_run_folder(run, resume=False, overwrite=True)
+    assert list(run.iterdir()) == [] and (replaced_folder(run) / "7" / "params").is_dir()
+    run_with_checkpoint(run, 3)
+    assert not restore_replaced(run)  # a run with a checkpoint came to something
+    shutil.rmtree(run / "3")
+    assert restore_replaced(run) and (run / "7" / "params").is_dir()
 
 
 def test_it_is_gone_once_the_new_one_is_under_way(tmp_path: pathlib.Path) -> None:
