@@ -96,7 +96,7 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
 
     data = together(find_and_open)
     config, meaning = data.config, _meaning(data)
-    check_same(_contents(data, meaning))
+    check_same(_contents(data, meaning, resumed=resume_from is not None))
     _describe_data(data, say)
     training = build_training(config, acceleration, mesh)
     say(format_counts(training.counts))
@@ -183,9 +183,9 @@ def _meaning(data: Data) -> dict[str, Any]:
     }
 
 
-def _contents(data: Data, meaning: Mapping[str, Any]) -> dict[str, Any]:
+def _contents(data: Data, meaning: Mapping[str, Any], *, resumed: bool) -> dict[str, Any]:
     """What the files of this node hold and the data have decided, to be the same on every node."""
-    weights = None if data.config.resume else data.config.weight_loader.params_path
+    weights = None if resumed else data.config.weight_loader.params_path
     return {
         "dataset": meaning["dataset"],
         "frames in use": hashlib.sha256(data.rows.tobytes() + b"|" + data.val_rows.tobytes()).hexdigest(),

@@ -52,7 +52,9 @@ def main() -> int:
 def _line(r: GroupResult) -> str:
     if r.status == "absent":
         return f"{r.group:<15}{r.status:<18}"
-    return f"{r.group:<15}{r.status:<18}{r.num_leaves:>6}  {r.error:>9.1e}  {r.tolerance:>9.1e}  {r.leaf}"
+    return f"{r.group:<15}{r.status:<18}{r.num_leaves:>6}  {r.error:>9.1e}  {r.tolerance:>9.1e}  {r.leaf}" + (
+        f" ({r.num_by_slack} entries pass by the slack of Adam's first update)" if r.num_by_slack else ""
+    )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from openpi_accel.errors import UserError
 from openpi_accel.models.flops import sample_flops
 from openpi_accel.parallel.mesh import check_batch_size, make_mesh
 from openpi_accel.parallel.sharding import batch_sharding
-from openpi_accel.train.loop import compile_step
-from openpi_accel.train.start import shardings_of
+from openpi_accel.train.loop import compile_ahead
 from openpi_accel.types import Batch, Observation, TrainState
 
 # Dense bfloat16 rates of the vendors' datasheets, FLOP/s per device.
@@ -138,8 +137,7 @@ def measure(
     state = shaken(state)
 
     start = time.perf_counter()
-    step = compile_step(training.step, mesh, shardings_of(training.abstract))
-    compiled = step.lower(training.abstract, batch, training.train_rng).compile()
+    compiled = compile_ahead(training.step, mesh, training.abstract, batch, training.train_rng)
     compile_s = time.perf_counter() - start
     memory = compiled.memory_analysis()
     assert memory is not None

@@ -60,6 +60,8 @@ class GroupResult:
     leaf: str = ""
     error: float = 0.0
     tolerance: float = 0.0
+    num_by_slack: int = 0
+    """Entries beyond the tolerance that their slack alone lets pass."""
 
 
 class Parity:
@@ -264,7 +266,13 @@ class Parity:
         # The worst leaf is the one nearest to, or furthest beyond, its own tolerance; NaN is beyond all.
         error, tolerance, name = max(errors, key=lambda e: _badness(e[0], e[1]))
         ok = all(error <= tolerance for error, tolerance, _ in errors)
-        return GroupResult(group, "ok" if ok else "out of tolerance", len(leaves), name, error, tolerance)
+        by_slack = sum(self._num_by_slack(leaf) for leaf in leaves)
+        return GroupResult(group, "ok" if ok else "out of tolerance", len(leaves), name, error, tolerance, by_slack)
+
+    def _num_by_slack(self, leaf: Leaf) -> int:
+        differences = np.abs(leaf.ours.astype(np.float64) - leaf.golden.astype(np.float64))
+        allowed = self.tolerances[leaf.kind] * np.max(np.abs(leaf.golden), initial=0.0)
+        return int(np.sum((differences > allowed) & (differences <= allowed + leaf.slack)))
 
 
 def _badness(error: float, tolerance: float) -> float:

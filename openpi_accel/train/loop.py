@@ -60,7 +60,7 @@ def compile_ahead(
         step: the pure step.
         mesh: the devices.
         abstract: the state's shapes with their shardings.
-        batch: a global batch's shapes with their shardings (`abstract_batch`).
+        batch: a global batch, or its shapes with their shardings (`abstract_batch`).
         train_rng: the run's key.
     """
     return compile_step(step, mesh, shardings_of(abstract)).lower(abstract, batch, train_rng).compile()

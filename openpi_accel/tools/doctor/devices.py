@@ -1,7 +1,6 @@
 """What JAX sees and does on this node. Importing this imports JAX."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,7 +16,7 @@ from openpi_accel.parallel.mesh import make_mesh
 from openpi_accel.parallel.sharding import batch_sharding
 from openpi_accel.tools.doctor.finding import Finding
 from openpi_accel.tools.doctor.limits import GIB
-from openpi_accel.train.checkpoint_tree import to_items
+from openpi_accel.train.disk_space import checkpoint_bytes
 
 SLOW_S = 30.0
 
@@ -96,6 +95,4 @@ def first_collective(reduce: Callable[[], AllReduce] = time_all_reduce) -> Findi
 def checkpoint_gib(config: TrainConfig) -> float:
     """Size of one checkpoint of this run before compression, from shapes alone."""
     training = build_training(config, Acceleration(), make_mesh(1, jax.local_devices()[:1]))
-    leaves = jax.tree.leaves(to_items(training.abstract))
-    num_bytes: int = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    return num_bytes / GIB
+    return checkpoint_bytes(training.abstract) / GIB
