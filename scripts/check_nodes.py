@@ -2,7 +2,8 @@
 
 import os
 
-from openpi_accel import cli
+import _entry
+
 from openpi_accel.parallel.platforms import require_several
 
 
@@ -12,4 +13,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    _entry.run(main)

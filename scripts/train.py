@@ -3,9 +3,9 @@
 import os
 import sys
 
+import _entry
 import jax
 
-from openpi_accel import cli
 from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
@@ -34,4 +34,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    _entry.run(main)

@@ -12,7 +12,7 @@ from tests.conftest import REPO
 
 
 def demo(folder: pathlib.Path, *options: str, script: str = "demo.py") -> subprocess.CompletedProcess[str]:
-    env = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(REPO), "JAX_PLATFORMS": "cpu"}
+    env = {"PATH": os.environ["PATH"], "HOME": str(folder), "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, str(REPO / "scripts" / script), *options], env=env, capture_output=True, text=True, cwd=folder
     )
