@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from openpi_accel.build.data import Data, build_data
+from openpi_accel.build.files import base_weights, require_files
 from openpi_accel.build.training import Training, build_training
 from openpi_accel.build.validation import build_validation
 from openpi_accel.config.environment import Environment
@@ -21,7 +22,7 @@ from openpi_accel.config.schema import TrainConfig
 from openpi_accel.config.serialize import to_json
 from openpi_accel.errors import UserError
 from openpi_accel.models.freeze import format_counts
-from openpi_accel.models.weights import WeightsReport, base_weights_fingerprint, find_params_folder
+from openpi_accel.models.weights import WeightsReport, base_weights_fingerprint
 from openpi_accel.parallel.exchange import together
 from openpi_accel.parallel.mesh import check_batch_size, make_mesh
 from openpi_accel.parallel.same_program import check_same, check_start, config_fields
@@ -91,6 +92,7 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
 
     def find_and_open() -> Data:
+        require_files(config, environment, weights=resume_from is None)
         local = _with_local_weights(config, environment) if resume_from is None else config
         return build_data(local, acceleration, environment)
 
@@ -159,11 +161,10 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
 
 def _with_local_weights(config: TrainConfig, environment: Environment) -> TrainConfig:
     """The config with the folder of its base weights, which must be there."""
-    path = config.weight_loader.params_path
-    if path is None:
+    found = base_weights(config, environment)
+    if found is None:
         return config
-    found = str(find_params_folder(path, environment.openpi_data_home))
-    return dataclasses.replace(config, weight_loader=dataclasses.replace(config.weight_loader, params_path=found))
+    return dataclasses.replace(config, weight_loader=dataclasses.replace(config.weight_loader, params_path=str(found)))
 
 
 def _meaning(data: Data) -> dict[str, Any]:

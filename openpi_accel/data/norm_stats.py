@@ -84,8 +84,8 @@ def load_norm_stats(path: str | os.PathLike[str], *, command: str) -> NormStats:
     path = pathlib.Path(path)
     if not path.is_file():
         raise UserError(
-            f"There are no normalisation statistics at {path}. Compute them from the dataset (reads numbers only, "
-            f"takes seconds): {command}"
+            f"There are no normalisation statistics at {path}.\nCompute them from the dataset (reads numbers only, "
+            f"takes seconds):\n    {command}"
         )
     try:
         content = json.loads(path.read_text())

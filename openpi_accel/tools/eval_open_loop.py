@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from openpi_accel.build.files import FileOptions
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.presets import get_preset
 from openpi_accel.config.schema import TrainConfig
@@ -162,7 +163,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     checkpoint = find_checkpoint(args.checkpoint)
     config = _config(args, checkpoint, env)
     policy = load_policy(
-        checkpoint, config, Environment.from_env(env), batch_size=args.batch_size, asset_id=args.asset_id
+        checkpoint,
+        config,
+        Environment.from_env(env),
+        batch_size=args.batch_size,
+        asset_id=args.asset_id,
+        options=FileOptions(dataset="--data (or DATA_PATH)", tokenizer="--tokenizer"),
     )
     dataset = policy.source.dataset
     trained = trained_on(checkpoint, policy.source)

@@ -44,7 +44,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     dataset = open_dataset(_root(args.path, Environment.from_env(env)))
     tokenizer = None
     if args.tokenizer:
-        path = find_tokenizer(args.tokenizer, Environment.from_env(env))
+        path = find_tokenizer(args.tokenizer, Environment.from_env(env), option="--tokenizer")
         tokenizer = PromptTokenizer(path, max_token_len=None, vocab_size=_PALIGEMMA_PIECES)
     report = describe(dataset, tokenizer)
     if rows:
@@ -204,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _root(path: str, environment: Environment) -> pathlib.Path:
     if not pathlib.Path(path).expanduser().exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and path[0] != ".":
-        return find_dataset(path, None, environment)
+        return find_dataset(path, None, environment, option="PATH, in place of its name")
     return pathlib.Path(path).expanduser()
 
 

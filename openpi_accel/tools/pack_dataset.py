@@ -44,7 +44,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         raise UserError("--data.packed is missing: the folder to pack into, for example --data.packed=packed/libero.")
     folder = pathlib.Path(config.data.packed or ".no-folder").expanduser().absolute()
     path = config.data.path or env.get("DATA_PATH")
-    dataset = open_dataset(find_dataset(config.data.repo_id, path, Environment.from_env(env)))
+    dataset = open_dataset(
+        find_dataset(config.data.repo_id, path, Environment.from_env(env), option="--data.path (or DATA_PATH)")
+    )
     cameras = list(dict.fromkeys(resolve_mapping(config.data, dataset).cameras.as_dict().values()))
     planned = plan(folder, dataset, cameras, overwrite=config.overwrite)
     console = Console(stderr=True)

@@ -104,7 +104,7 @@ def test_what_is_no_statistics_file_is_refused_with_the_command(tmp_path, text):
 
 
 def test_a_missing_file_names_the_command(tmp_path):
-    with pytest.raises(UserError, match=r"no normalisation statistics at .*norm_stats.json.* mend$"):
+    with pytest.raises(UserError, match=r"(?s)no normalisation statistics at .*norm_stats.json.* mend$"):
         load_norm_stats(tmp_path / "norm_stats.json", command="mend")
 
 

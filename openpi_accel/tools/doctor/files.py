@@ -111,14 +111,13 @@ def norm_statistics(config: TrainConfig) -> Finding:
 
 def base_weights(config: TrainConfig, environment: Environment) -> Finding:
     """Whether the base weights are there, where the run needs them."""
-    path = config.weight_loader.params_path
-    if path is None or config.resume:
+    if config.weight_loader.params_path is None or config.resume:
         why = "not needed: the run is resumed" if config.resume else "none wanted: fresh weights"
         return Finding(name="base weights", level="ok", seen=why)
     # With JAX and Orbax behind it, this import takes longer than all quick checks together.
-    from openpi_accel.models.weights import find_params_folder
+    from openpi_accel.build.files import base_weights
 
-    return _found("base weights", lambda: find_params_folder(path, environment.openpi_data_home))
+    return _found("base weights", lambda: base_weights(config, environment))
 
 
 def _found(name: str, look: Callable[[], Any]) -> Finding:
