@@ -32,6 +32,7 @@ from openpi_accel.train.disk_space import check_disk_space
 from openpi_accel.train.loop import RunResult, abstract_batch, compile_ahead, run
 from openpi_accel.train.memory import device_limit, require_memory, step_memory
 from openpi_accel.train.metrics import MetricsWriter, WandbSettings
+from openpi_accel.train.prefetch import LoadedBatch
 from openpi_accel.train.run_folder import (
     check_run_folder,
     committed_steps,
@@ -42,7 +43,7 @@ from openpi_accel.train.run_folder import (
     restore_replaced,
 )
 from openpi_accel.train.watch import LoopConfig
-from openpi_accel.types import Batch, TrainState
+from openpi_accel.types import TrainState
 
 CONFIG_FILE = "config.json"
 _LESS_MEMORY = (
@@ -254,8 +255,14 @@ def _run(
         enabled=jax.process_index() == 0,
     )
 
-    def save_pictures(batch: Batch) -> None:
-        metrics.save_images({slot: np.asarray(image) for slot, image in batch.observation.images.items()})
+    def save_pictures(loaded: LoadedBatch) -> None:
+        feeds = data.config.data.cameras.as_dict()
+        images = {
+            f"{slot} <- {feeds.get(slot, 'nothing (masked)')}": np.asarray(image)
+            for slot, image in loaded.batch.observation.images.items()
+        }
+        # This process's share is the first part of the ids where pictures are written, in process 0.
+        metrics.save_images(images, data.captions(loaded.sample_ids[: len(loaded.batch.actions)], loader.skipped))
 
     skipped = {int(sample): why for sample, why in position.skipped} if position is not None else {}
     with data.loader(start_sample=next_sample, skipped=skipped) as loader:

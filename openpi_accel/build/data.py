@@ -106,6 +106,16 @@ class Data:
             for _ in range(min(self.config.val_batches, -(-len(rows) // size))):
                 yield next(loader).batch
 
+    def captions(self, ids: np.ndarray, skipped: Mapping[int, str]) -> list[str]:
+        """For people: dataset row, episode, frame and task of each sample, by position among the rows in use."""
+        dataset, rows = self.source.dataset, self.rows[ids]
+        return [
+            "in place of a damaged sample"
+            if int(sample) in skipped
+            else f"row {row}: {name_rows(dataset, rows[i : i + 1])}\n{prompt}"
+            for i, (sample, row, prompt) in enumerate(zip(ids, rows, self.source.prompts(rows), strict=True))
+        ]
+
     def _describe(self, ids: np.ndarray) -> str:
         return f"{self.source.dataset.root}, {name_rows(self.source.dataset, self.rows[ids])}"
 

@@ -128,6 +128,10 @@ class CheckpointStore:
         except (OSError, ValueError) as error:  # TensorStore's errors are ValueErrors
             raise self._save_failed(error) from error
 
+    def is_complete(self, loop_index: int) -> bool:
+        """Whether that checkpoint is in place, whole; a look at the folder, which does not wait."""
+        return (self._folder / str(loop_index) / "params").is_dir()
+
     def wait(self) -> None:
         """Blocks until the last save is complete.
 
