@@ -25,6 +25,7 @@ from openpi_accel.data.mapping import propose_mapping, resolve_columns
 from openpi_accel.data.packed import PackedFrames, read_manifest
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer, scan_prompt_lengths
 from openpi_accel.errors import UserError
+from openpi_accel.sizes import format_bytes
 
 _PALIGEMMA_PIECES = 257152
 _MAX_SHOWN = 50
@@ -286,7 +287,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         line(f"  {note}")
     if packed := report.get("packed"):
         line(
-            f"packed in {packed['folder']}: {', '.join(packed['cameras'])}, {packed['gb']:.2f} GB, "
+            f"packed in {packed['folder']}: {', '.join(packed['cameras'])}, {format_bytes(packed['gb'] * 1e9)}, "
             f"{packed['shards_there']} of {packed['shards']} shards, {packed['bad_frames']} bad frames; "
             f"{packed.get('problem', 'complete and of this dataset')}"
         )

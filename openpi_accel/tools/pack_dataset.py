@@ -18,6 +18,7 @@ from openpi_accel.data.lerobot.locate import find_dataset
 from openpi_accel.data.mapping import resolve_mapping
 from openpi_accel.data.packing import Plan, pack, plan, verify
 from openpi_accel.errors import UserError
+from openpi_accel.sizes import format_bytes
 
 _PROG = "python scripts/pack_dataset.py"
 
@@ -83,10 +84,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _describe(report: Mapping[str, Any]) -> str:
     cameras = report["cameras"]
+    total, left, free = (format_bytes(report[f"{name}_gb"] * 1e9) for name in ("total", "left", "free"))
     return (
         f"{report['dataset']}: {report['rows']} rows x {len(cameras)} cameras ({', '.join(cameras)}) make "
-        f"{report['total_gb']:.2f} GB in {report['shards']} shards; {report['left_gb']:.2f} GB are still to be "
-        f"written, {report['free_gb']:.1f} GB are free"
+        f"{total} in {report['shards']} shards; {left} are still to be "
+        f"written, {free} are free"
     )
 
 

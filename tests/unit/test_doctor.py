@@ -489,7 +489,7 @@ def test_the_whole_look(capsys: pytest.CaptureFixture[str], node: Machine, files
         capsys, node, *files_there, *tiny, "--model.vision-variant=tiny", "--model.vocab-size=512", JAX_PLATFORMS="cpu"
     )
     assert code == 1 and [name for name, found in findings.items() if found.level == "error"] == ["free disk"]
-    assert "one checkpoint takes 0.00" in findings["free disk"].seen
+    assert "one checkpoint takes 4.3 MiB" in findings["free disk"].seen
     assert findings["JAX devices"].seen == "8 x cpu" and "over 8 devices" in findings["first all-reduce"].seen
     assert "frames" in findings["dataset"].seen
 

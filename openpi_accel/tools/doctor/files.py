@@ -17,6 +17,7 @@ from openpi_accel.data.norm_stats import load_norm_stats, norm_stats_path
 from openpi_accel.data.stats_command import stats_command
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer
 from openpi_accel.errors import UserError
+from openpi_accel.sizes import format_bytes
 from openpi_accel.tools.doctor.finding import Finding, Level
 from openpi_accel.tools.doctor.limits import GIB, DiskUsage
 
@@ -60,12 +61,12 @@ def free_disk(folder: pathlib.Path, disk_usage: DiskUsage, checkpoint_gib: float
         exact: it was computed from the run's own model, so that too little space is certain to fail.
     """
     free = disk_usage(_nearest(folder)).free / GIB
-    seen = f"{free:.1f} GiB free"
+    seen = f"{format_bytes(free * GIB)} free"
     if checkpoint_gib is None:
         return Finding(
             name="free disk", level="ok", seen=f"{seen} (the model's size is computed without --quick alone)"
         )
-    seen += f", one checkpoint takes {checkpoint_gib:.2f} GiB"
+    seen += f", one checkpoint takes {format_bytes(checkpoint_gib * GIB)}"
     if free >= 2 * checkpoint_gib:
         return Finding(name="free disk", level="ok", seen=seen)
     advice = "Room for two is needed: the older checkpoint goes when the newer one is complete. Free some, or choose "
