@@ -18,8 +18,9 @@ from openpi_accel.build.training import Training, build_training
 from openpi_accel.build.validation import build_validation
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
+from openpi_accel.config.resumed import changed_options
 from openpi_accel.config.schema import TrainConfig
-from openpi_accel.config.serialize import to_json
+from openpi_accel.config.serialize import CONFIG_FILE, to_json
 from openpi_accel.errors import UserError
 from openpi_accel.models.freeze import format_counts
 from openpi_accel.models.weights import WeightsReport, base_weights_fingerprint
@@ -45,7 +46,6 @@ from openpi_accel.train.run_folder import (
 from openpi_accel.train.watch import LoopConfig
 from openpi_accel.types import TrainState
 
-CONFIG_FILE = "config.json"
 _LESS_MEMORY = (
     "--remat.gemma full --remat.siglip full",
     "adapters: --model.paligemma-variant gemma_2b_lora --model.action-expert-variant gemma_300m_lora --ema-decay None",
@@ -85,8 +85,8 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     resume_from = check_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
     if resume_from is not None and resume_from + 1 >= config.num_train_steps:
         say(
-            f"nothing left to do: {folder} has done {resume_from + 1} steps, and --num-train-steps is "
-            f"{config.num_train_steps}. Raise it to go on."
+            f"nothing left to train: {folder} has all of its {resume_from + 1} steps (--num-train-steps is "
+            f"{config.num_train_steps}; raise it to go on)."
         )
         return RunResult(state=None, next_step=resume_from + 1, exit_code=0)
     mesh = make_mesh(config.fsdp_devices)
@@ -145,7 +145,9 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
             state, position = fresh, None
             if resume_from is not None:
                 state, position = store.restore(resume_from, training.abstract)
-                say(f"resumed {folder} after step {resume_from}")
+                say(f"resumed {folder} after step {resume_from}, with the options in its {CONFIG_FILE}")
+                if changed := changed_options(folder / CONFIG_FILE, config):
+                    say(f"  but for: {', '.join(changed)}")
             assert state is not None
             if main_process:
                 _write_aside(folder / CONFIG_FILE, to_json(dataclasses.replace(config, resume=False, overwrite=False)))

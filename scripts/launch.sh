@@ -31,6 +31,17 @@ choose_config() { # the arguments; sets CONFIG and REST
 
 wants_help() { (($# == 1)) && [[ $1 == -h || $1 == --help ]]; }
 
+option_value() { # option name -> the last value that the user gave it
+    local i value=
+    for ((i = 0; i < ${#REST[@]}; i++)); do
+        case ${REST[i]} in
+            "$1="*) value=${REST[i]#*=} ;;
+            "$1") value=${REST[i + 1]:-} ;;
+        esac
+    done
+    echo "$value"
+}
+
 given() { # option name -> whether the user gave it
     local argument
     for argument in "${REST[@]}"; do
@@ -85,6 +96,13 @@ launch() { # suffix of the default experiment name, then the launcher's own opti
     shift
     EXP_NAME=${EXP_NAME:-${CONFIG}_$suffix}
     options=("--exp-name=$EXP_NAME" "$@")
+    local saved
+    saved=$(option_value --checkpoint-base-dir)
+    saved=${saved:-$REPO/checkpoints}/$CONFIG/$EXP_NAME/config.json
+    if { switch_is_on RESUME || given --resume; } && [[ -f $saved ]]; then
+        options=("--exp-name=$EXP_NAME") # the run goes on as it was, also where it was started with other settings
+        (($#)) && say "resuming with the options in $saved, in place of: $*"
+    fi
     if switch_is_on RESUME; then
         given --overwrite && fail "RESUME=1 and --overwrite exclude each other: choose whether to continue or to start anew."
         options+=(--resume)

@@ -9,6 +9,7 @@ import jax
 from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
+from openpi_accel.config.resumed import resume_command
 from openpi_accel.parallel.distributed import initialize
 
 
@@ -27,8 +28,10 @@ def main() -> int:
         folder = run_folder_of(config)
         left = f"checkpoints, metrics.jsonl, loss_curve.png, first_batch.png in {folder}"
         if result.exit_code:
-            print(f"stopped by a signal after {result.next_step} steps, saved; go on with --resume (RESUME=1); {left}")
-        else:
+            print(f"stopped by a signal after {result.next_step} steps, saved; {left}")
+            command = resume_command(config, "scripts/train.py")
+            print(f"go on with: {command} (or the launcher of before: RESUME=1 EXP_NAME={config.exp_name})")
+        elif result.state is not None:  # else nothing was left to do, as was said
             print(f"done: {result.next_step} steps; {left}")
     return result.exit_code
 

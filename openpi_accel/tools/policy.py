@@ -16,7 +16,7 @@ from openpi_accel.build.files import FileOptions
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
-from openpi_accel.config.serialize import from_json
+from openpi_accel.config.serialize import CONFIG_FILE, from_json
 from openpi_accel.data.augment import to_float
 from openpi_accel.data.norm_stats import FILE_NAME
 from openpi_accel.data.pipeline import BatchSource
@@ -26,8 +26,6 @@ from openpi_accel.models.weights import load_base_params
 from openpi_accel.objective import draw_noise_time
 from openpi_accel.train.run_folder import committed_steps
 from openpi_accel.types import Batch, Observation, Params
-
-CONFIG_FILE = "config.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

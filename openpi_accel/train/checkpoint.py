@@ -212,8 +212,8 @@ def check_settings(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
         raise UserError(
             f"{folder} was trained with other settings:\n    "
             + "\n    ".join(changed)
-            + "\nResume with the saved ones (the run's options are in its config.json), or start a run of its own from "
-            f"these weights: another --exp-name with --weight-loader.params-path={folder / 'params'}"
+            + "\nResume with the saved ones (leave these options out: the run's config.json has them), or start a run "
+            f"of its own from these weights: another --exp-name with --weight-loader.params-path={folder / 'params'}"
         )
 
 

@@ -135,6 +135,23 @@ def test_variables_become_options(stand_in):
     ]  # fmt: skip
 
 
+def test_a_resumed_run_keeps_its_own_options(stand_in, tmp_path):
+    base = ["--checkpoint-base-dir", str(tmp_path)]
+    fresh = Started(launch("run_opt.sh", *base, OPENPI_PYTHON=str(stand_in), EXP_NAME="a", RESUME="1"))
+    assert "--model.max-token-len" in fresh.options  # a run without config.json says nothing about itself
+    saved = tmp_path / "pi05_libero" / "a" / "config.json"
+    saved.parent.mkdir(parents=True)
+    saved.write_text("{}")
+    for extra, env in (([], {"RESUME": "1"}), (["--resume"], {})):
+        done = launch("run_opt.sh", *base, *extra, OPENPI_PYTHON=str(stand_in), EXP_NAME="a", **env)
+        options = Started(done).options
+        assert options[0] == "--exp-name=a" and "--resume" in options and "--overwrite" not in options
+        assert not {"--num-workers", "--model.max-token-len"} & set(options)
+        assert f"resuming with the options in {saved}" in done.stderr
+    anew = Started(launch("run_opt.sh", *base, OPENPI_PYTHON=str(stand_in), EXP_NAME="a"))
+    assert "--model.max-token-len" in anew.options and "--overwrite" in anew.options
+
+
 def test_the_users_own_choice_wins(stand_in):
     own = ["--num-workers=3", "--exp-name", "b", "--model.max-token-len", "48", "--resume"]
     done = launch("run_opt.sh", *own, OPENPI_PYTHON=str(stand_in), OPENPI_SKIP_IMAGES="", OPENPI_SKIP_VIDEO_DECODE="0")
