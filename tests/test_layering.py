@@ -16,13 +16,14 @@ PACKAGE = "openpi_accel"
 MAX_LINES = 400
 
 # Room -> the rooms it may import besides itself. A room is a folder or a single module of the package.
-BASE = {"errors", "types", "tree", "orbax_tree", "sizes"}
+BASE = {"errors", "types", "tree", "orbax_tree", "orbax_noise", "sizes"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "tree": {"errors", "types"},
     "sizes": set(),
-    "orbax_tree": {"errors", "types", "tree"},
+    "orbax_noise": set(),
+    "orbax_tree": {"errors", "types", "tree", "orbax_noise"},
     "cli": {"errors"},
     "config": {"errors"},
     "models": BASE | {"config"},

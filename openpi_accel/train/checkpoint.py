@@ -8,7 +8,6 @@
 
 import dataclasses
 import json
-import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from openpi_accel.errors import UserError
+from openpi_accel.orbax_noise import keep_orbax_quiet
 from openpi_accel.train.checkpoint_tree import read_state, to_items
 from openpi_accel.train.run_folder import committed_steps, remove_leftovers
 from openpi_accel.types import TrainState
@@ -86,9 +86,7 @@ class CheckpointStore:
         assets: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        # Orbax and its event loops log the traceback of every error that is raised again; the user gets one message.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        keep_orbax_quiet()
         self._folder = folder.resolve()
         self._assets = dict(assets or {})
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as they will be read back
