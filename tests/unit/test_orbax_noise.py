@@ -14,12 +14,13 @@ import gc, pathlib, shutil, sys
 import jax
 from openpi_accel import cli
 from openpi_accel.models.weights import load_base_params
+from openpi_accel.parallel.mesh import make_mesh
+from openpi_accel.train.checkpoint import CheckpointStore
+from openpi_accel.train.start import abstract_state
 from tests.unit import toy
 
 good, number = pathlib.Path(sys.argv[1]), 0
-here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-shapes = jax.eval_shape(lambda: toy.init_params(jax.random.key(0)))
-shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), shapes)
+state = abstract_state(toy.init_params, toy.TX, toy.everything, 0.9, make_mesh(1, jax.devices()[:1]))
 for item in ("params", "train_state", "resume"):
     for file in sorted(path for path in (good / "2" / item).rglob("*") if path.is_file()):
         for how in ("cut", "gone"):
@@ -33,10 +34,10 @@ for item in ("params", "train_state", "resume"):
                 path.unlink()
 
             def resume() -> None:
-                toy.train(bad, 4, resume=True)
+                CheckpointStore(bad, settings={"ema_decay": 0.9}).restore(2, state)
 
             def load() -> None:
-                load_base_params(bad / "2", shapes, lambda name: False)
+                load_base_params(bad / "2" / "params", state.params, lambda name: False)
 
             for read in (resume, load) if item == "params" else (resume,):
                 try:
@@ -61,10 +62,9 @@ def test_every_damaged_file_is_one_message(tmp_path: pathlib.Path) -> None:
     codes = {end.split()[0] for end in ends}
     assert codes == {"0", "2"}  # some files are not read at all
     messages = done.stderr.splitlines()
-    unexpected = [line for line in messages if not line.startswith("error: ") and "bad_" not in line]
-    assert not unexpected and "Traceback" not in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
     assert sum(line.startswith("error: ") for line in messages) == sum(end.startswith("2 ") for end in ends)
-    for file in ("params/_METADATA", "train_state/_METADATA", "resume/resume.json"):
+    for file in ("params/manifest.ocdbt", "train_state/_METADATA", "resume/resume.json"):
         assert f"2 cut 2/{file}" in ends
 
 
