@@ -10,13 +10,21 @@ from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.resumed import resume_command
-from openpi_accel.parallel.distributed import initialize
+from openpi_accel.errors import UserError
+from openpi_accel.parallel.distributed import initialize, tell_others
 
 
 def main() -> int:
     """Reads command line and environment, trains; the exit code of the run."""
-    config = parse_train_config(sys.argv[1:], prog="python scripts/train.py", description="Trains a policy.")
-    acceleration = Acceleration.from_env(os.environ)
+    try:
+        config = parse_train_config(sys.argv[1:], prog="python scripts/train.py", description="Trains a policy.")
+        acceleration = Acceleration.from_env(os.environ)
+    except (UserError, SystemExit) as error:
+        if isinstance(error, UserError):
+            tell_others(os.environ, str(error))
+        elif error.code:
+            tell_others(os.environ, "its command line was not understood; its own log says why.")
+        raise
     initialize(os.environ)
     # Upstream's random numbers; other values of this setting give other ones.
     jax.config.update("jax_threefry_partitionable", True)

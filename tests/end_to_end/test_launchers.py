@@ -1,5 +1,7 @@
 """The launchers' contract with users' scripts: arguments, variables, messages. The Python they start is a stand-in."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -7,9 +9,13 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from openpi_accel.errors import UserError
+from openpi_accel.parallel.platforms import parse
+from openpi_accel.parallel.roll_call import roll_call
 from tests.conftest import REPO
 from tests.lerobot_writer import write_dataset
 
@@ -59,7 +65,7 @@ def launch(launcher: str, *arguments: str, root: pathlib.Path = REPO, cwd: pathl
         cwd=cwd or root,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,  # a busy machine
     )
 
 
@@ -296,13 +302,60 @@ def test_multinode_stops_where_the_node_is_not_ready(real_doctor, tmp_path):
     assert Started(done) and "warning: " in done.stderr  # MASTER_ADDR is this node, and this is node 1
 
     broken = env | {"NCCL_SOCKET_IFNAME": "nothing0"}
-    done = launch("run_multinode.sh", "pi05_libero", *options, **broken)
+    with node_0_of(broken) as heard:
+        done = launch("run_multinode.sh", "pi05_libero", *options, **broken)
+    (message,) = heard  # long before its own time was over
+    assert "Rank 1 (" in message and "a look at it found what must be mended first" in message
     assert_refused(done, "NCCL interface", "NCCL_SOCKET_IFNAME=nothing0")
     assert "OPENPI_DOCTOR=0" in done.stderr
     assert Started(launch("run_multinode.sh", "pi05_libero", *options, **broken, OPENPI_DOCTOR="0"))
 
-    done = launch("run_multinode.sh", "pi05_libero", "--no-such-option", **env)
+    with node_0_of(env) as heard:
+        done = launch("run_multinode.sh", "pi05_libero", "--no-such-option", **env)
     assert done.returncode == 2 and done.stdout == "" and "no-such-option" in done.stderr
+    (message,) = heard
+    assert "its command line was not understood" in message
+
+
+@contextlib.contextmanager
+def node_0_of(env: dict[str, str]):
+    """Waits for the others as node 0 does; hands out what it is told."""
+    cluster = dataclasses.replace(parse(env), process_id=0)
+    heard: list[str] = []
+
+    def wait() -> None:
+        try:
+            roll_call(cluster, 300, lambda line: None)
+        except UserError as error:
+            heard.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield heard
+    thread.join(timeout=200)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["pi05_liber"], "Did you mean pi05_libero?"),
+        (["pi05_libero", "--no-such-option"], "command line was not understood"),
+    ],
+)
+def test_training_tells_the_others_of_a_wrong_option(tmp_path, words, reason):
+    env = NODE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "JAX_PLATFORMS": "cpu"}
+    with node_0_of(env) as heard:
+        done = subprocess.run(
+            [sys.executable, REPO / "scripts" / "train.py", *words],
+            env=env | {"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    (message,) = heard
+    assert message.startswith("Rank 1 (") and "cannot start, so nobody does: " in message and reason in message
 
 
 def test_a_doctor_that_breaks_down_stops_nothing(tmp_path):
