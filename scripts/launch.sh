@@ -12,7 +12,7 @@ common_usage() {
 
 Environment:
   EXP_NAME               name of the run; its folder is checkpoints/CONFIG/EXP_NAME
-  RESUME=1               continue the run of that name; otherwise it is started anew, over what is there
+  RESUME=1               continue the run of that name, with its own options where you give none; otherwise it is started anew, over what is there
   SAVE_INTERVAL          save every so many steps (the last step is always saved)
   DATA_PATH              LeRobot dataset folder
   BASE_CHECKPOINT_PATH   base weights, …/pi05_base/params
@@ -81,6 +81,7 @@ acceleration() { # sets ACCELERATED and the environment of the accelerations tha
         shown+=" $name=${!name}"
     done
     shown+=" ${ACCELERATED[*]}"
+    [[ -n $CUDA_SET ]] && shown+=" JAX_COMPILATION_CACHE_DIR=$JAX_COMPILATION_CACHE_DIR"
     if switch_is_on OPENPI_STRICT_EQUIV; then
         shown+="; XLA's defaults (OPENPI_STRICT_EQUIV)"
     elif [[ -n $CUDA_SET ]]; then

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import stat
 import subprocess
@@ -229,6 +230,19 @@ def test_a_gpu_gets_the_flags_and_its_set(stand_in, tmp_path, driver, cuda):
 
     (stand_in.parent / "broken").touch()
     assert_refused(launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path), f"requirements/{cuda}.txt")
+
+
+def test_the_readme_lists_what_opt_prints_in_its_order(stand_in, tmp_path):
+    write_program(tmp_path / "gpu" / "nvidia-smi", f"#!{BASH}\necho 580.65.06\n")
+    path = f"{tmp_path / 'gpu'}:{os.environ['PATH']}"
+    done = launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("accelerations: ")]
+    line = re.sub(r"XLA_FLAGS='[^']*'", "XLA_FLAGS=", line)
+    printed = re.findall(r"[A-Z_]+(?==)|--[a-z.-]+", line)
+    text = (REPO / "README.md").read_text().split("## Switches")[1].split("| otherwise")[0]
+    rows = [row.split(" | ")[0] for row in text.splitlines() if row.startswith("| `")]
+    listed = [name for row in rows for name in re.findall(r"`([A-Z_]+|--[a-z.-]+)", row)]
+    assert listed == printed and len(printed) == 15
 
 
 def test_multinode_has_opts_settings(stand_in):
