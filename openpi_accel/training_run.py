@@ -18,7 +18,7 @@ from openpi_accel.build.training import Training, build_training
 from openpi_accel.build.validation import build_validation
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
-from openpi_accel.config.resumed import changed_options
+from openpi_accel.config.resumed import changed_options, with_absolute_paths
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.config.serialize import CONFIG_FILE, to_json
 from openpi_accel.errors import UserError
@@ -145,12 +145,14 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
             state, position = fresh, None
             if resume_from is not None:
                 state, position = store.restore(resume_from, training.abstract)
-                say(f"resumed {folder} after step {resume_from}, with the options in its {CONFIG_FILE}")
+                by = f", with the options in its {CONFIG_FILE}" if (folder / CONFIG_FILE).is_file() else ""
+                say(f"resumed {folder} after step {resume_from}{by}")
                 if changed := changed_options(folder / CONFIG_FILE, config):
                     say(f"  but for: {', '.join(changed)}")
             assert state is not None
             if main_process:
-                _write_aside(folder / CONFIG_FILE, to_json(dataclasses.replace(config, resume=False, overwrite=False)))
+                started = dataclasses.replace(with_absolute_paths(config), resume=False, overwrite=False)
+                _write_aside(folder / CONFIG_FILE, to_json(started))
             return _run(config, data, training, step, mesh, store, state, position, folder)
         finally:
             store.close()

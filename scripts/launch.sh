@@ -97,12 +97,13 @@ launch() { # suffix of the default experiment name, then the launcher's own opti
     shift
     EXP_NAME=${EXP_NAME:-${CONFIG}_$suffix}
     options=("--exp-name=$EXP_NAME" "$@")
-    local saved
+    local saved assets=("--assets-base-dir=$REPO/assets")
     saved=$(option_value --checkpoint-base-dir)
     saved=${saved:-$REPO/checkpoints}/$CONFIG/$EXP_NAME/config.json
     if { switch_is_on RESUME || given --resume; } && [[ -f $saved ]]; then
         options=("--exp-name=$EXP_NAME") # the run goes on as it was, also where it was started with other settings
-        (($#)) && say "resuming with the options in $saved, in place of: $*"
+        say "resuming with the options in $saved${*:+, in place of: $*}"
+        assets=() # its own
     fi
     if switch_is_on RESUME; then
         given --overwrite && fail "RESUME=1 and --overwrite exclude each other: choose whether to continue or to start anew."
@@ -117,7 +118,7 @@ launch() { # suffix of the default experiment name, then the launcher's own opti
     [[ -n ${DATA_PATH:-} ]] && options+=("--data.path=$DATA_PATH")
     [[ -n ${BASE_CHECKPOINT_PATH:-} ]] && options+=("--weight-loader.params-path=$BASE_CHECKPOINT_PATH")
     # A run is found again from wherever it is started.
-    [[ $PWD -ef $REPO ]] || options+=("--assets-base-dir=$REPO/assets" "--checkpoint-base-dir=$REPO/checkpoints")
+    [[ $PWD -ef $REPO ]] || options+=("${assets[@]}" "--checkpoint-base-dir=$REPO/checkpoints")
     [[ $CONFIG == pi05_demo ]] && script=demo.py # writes the dataset, trains by the same code, evaluates
     ensure_python "${CUDA_SET:-cpu}"
     export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"

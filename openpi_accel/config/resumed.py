@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 from openpi_accel.config.presets import get_preset
 from openpi_accel.config.schema import TrainConfig
@@ -42,11 +44,26 @@ def saved_options(preset: TrainConfig, argv: Sequence[str]) -> TrainConfig | Non
     return dataclasses.replace(saved, name=preset.name, exp_name=exp_name, checkpoint_base_dir=base)
 
 
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The config to write into the run's folder: it holds from wherever the run is resumed."""
+    data = {name: _absolute(getattr(config.data, name)) for name in ("path", "tokenizer_path", "keep_frames", "packed")}
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, **data),
+        assets_base_dir=_absolute(config.assets_base_dir),
+        checkpoint_base_dir=_absolute(config.checkpoint_base_dir),
+    )
+
+
+def _absolute(path: str | None) -> Any:
+    return None if path is None else os.path.abspath(os.path.expanduser(path))
+
+
 def changed_options(file: pathlib.Path, config: TrainConfig) -> list[str]:
     """`--option value (was other)` for all that differs from a run's config.json; nothing where there is none."""
     if not file.is_file():
         return []
-    old, new = (_flat(json.loads(text)) for text in (file.read_text(), to_json(config)))
+    old, new = (_flat(json.loads(text)) for text in (file.read_text(), to_json(with_absolute_paths(config))))
     changed = [name for name in new if name not in _OF_THE_START and new[name] != old.get(name)]
     return [f"{name} {new[name]} (was {old.get(name)})" for name in changed]
 

@@ -59,8 +59,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     config, held_out = prepare(config, console)
     folder = run_folder_of(config)
-    finished = config.resume and committed_steps(folder)[-1:] == [config.num_train_steps - 1]
     result = train(config, acceleration, environment)
+    finished = result.state is None
     if result.exit_code:
         console.print(f"stopped by a signal; go on with: {resume_command(config, 'scripts/demo.py')}")
         return result.exit_code

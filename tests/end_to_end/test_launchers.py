@@ -155,6 +155,8 @@ def test_a_resumed_run_keeps_its_own_options(stand_in, tmp_path):
         assert options[0] == "--exp-name=a" and "--resume" in options and "--overwrite" not in options
         assert not {"--num-workers", "--model.max-token-len"} & set(options)
         assert f"resuming with the options in {saved}" in done.stderr
+    elsewhere = launch("run_opt.sh", *base, OPENPI_PYTHON=str(stand_in), EXP_NAME="a", RESUME="1", cwd=tmp_path)
+    assert not any(option.startswith("--assets-base-dir") for option in Started(elsewhere).options)
     anew = Started(launch("run_opt.sh", *base, OPENPI_PYTHON=str(stand_in), EXP_NAME="a"))
     assert "--model.max-token-len" in anew.options and "--overwrite" in anew.options
 
