@@ -5,36 +5,39 @@ import re
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from openpi_accel.models.ops import Ops
+from openpi_accel.models.stack import RunLayers
 from openpi_accel.objective import LossFn
 from openpi_accel.parallel.gather import GatheredLayers, gather
 from openpi_accel.parallel.mesh import FSDP_AXIS
 from openpi_accel.parallel.sharding import MIN_NUM_ELEMENTS, state_shardings
 from openpi_accel.types import Params
 
-_GEMMA, _SIGLIP = "PaliGemma/llm/layers/", "PaliGemma/img/Transformer/encoderblock/"
+GEMMA_LAYERS, SIGLIP_LAYERS = "PaliGemma/llm/layers/", "PaliGemma/img/Transformer/encoderblock/"
+TABLE = "PaliGemma/llm/embedder/"
 # Not gathered before the model runs: layers, each of which gathers its own, and the embedding table, of which every
 # device looks up its own rows for all samples (megabytes of rows move, not the gigabytes of the table).
-_STAYS_SHARDED = re.compile(rf"^({_GEMMA}|{_SIGLIP}|PaliGemma/llm/embedder/)")
+_STAYS_SHARDED = re.compile(rf"^({GEMMA_LAYERS}|{SIGLIP_LAYERS}|{TABLE})")
 
 
-def sharded_ops(ops: Ops, mesh: Mesh, min_num_elements: int = MIN_NUM_ELEMENTS) -> Ops:
+def sharded_ops(ops: Ops, mesh: Mesh | AbstractMesh, min_num_elements: int = MIN_NUM_ELEMENTS) -> Ops:
     """`ops` whose layers gather their own parameters."""
     if mesh.shape[FSDP_AXIS] == 1:
         return ops
-    towers = (("gemma_layers", _GEMMA), ("siglip_layers", _SIGLIP))
+
+    def gathered(run: RunLayers, root: str) -> GatheredLayers:
+        return GatheredLayers(run=run, mesh=mesh, root=root, min_num_elements=min_num_elements)
+
     return dataclasses.replace(
         ops,
-        **{
-            name: GatheredLayers(run=getattr(ops, name), mesh=mesh, root=root, min_num_elements=min_num_elements)
-            for name, root in towers
-        },
+        gemma_layers=gathered(ops.gemma_layers, GEMMA_LAYERS),
+        siglip_layers=gathered(ops.siglip_layers, SIGLIP_LAYERS),
     )
 
 
-def sharded_loss(loss_fn: LossFn, mesh: Mesh, min_num_elements: int = MIN_NUM_ELEMENTS) -> LossFn:
+def sharded_loss(loss_fn: LossFn, mesh: Mesh | AbstractMesh, min_num_elements: int = MIN_NUM_ELEMENTS) -> LossFn:
     """`loss_fn`, the few sharded parameters outside the layers gathered before it."""
     if mesh.shape[FSDP_AXIS] == 1:
         return loss_fn

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from openpi_accel.accel import choose
 from openpi_accel.accel.cast import cast_weights_early
@@ -130,11 +130,18 @@ class Training:
 
 
 def build_training(
-    config: TrainConfig, acceleration: Acceleration, mesh: Mesh, min_num_elements: int = MIN_NUM_ELEMENTS
+    config: TrainConfig,
+    acceleration: Acceleration,
+    mesh: Mesh | AbstractMesh,
+    min_num_elements: int = MIN_NUM_ELEMENTS,
 ) -> Training:
     """The step and the state's shapes; computes nothing on a device but keys, and times attention where asked to.
 
-    Leaves of fewer than `min_num_elements` are replicated.
+    Args:
+        config: the run.
+        acceleration: what is switched on.
+        mesh: the devices; on an abstract mesh the step cannot run, but the shapes and shardings are there.
+        min_num_elements: smaller leaves are replicated.
 
     Raises:
         UserError: the freeze filter does not fit the model, or a drop-in cannot run on these devices.

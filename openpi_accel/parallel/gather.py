@@ -1,4 +1,4 @@
-"""Sharded parameters in use: gathered layer by layer inside the loop over the layers, gradients straight back on shards.
+"""Sharded parameters in use: gathered layer by layer inside the loop over the layers, gradients put back on shards.
 
 Left to itself the compiler may shard activations along a weight's sharded axis instead, with the whole batch on every
 device and a collective after every product. The constraints here say where everything lies, so that it cannot.
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from openpi_accel.parallel.sharding import MIN_NUM_ELEMENTS, batch_sharding, replicated, state_shardings
+from openpi_accel.parallel.sharding import MIN_NUM_ELEMENTS, batch_sharding, state_shardings
 
 # As models.stack.RunLayers: (body, carry, layers stacked on axis 0) -> (carry, stacked outputs).
 RunLayers = Callable[[Callable[[Any, Any], tuple[Any, Any]], Any, Any], tuple[Any, Any]]
@@ -21,7 +21,7 @@ RunLayers = Callable[[Callable[[Any, Any], tuple[Any, Any]], Any, Any], tuple[An
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather(shard: jax.Array, sharding: NamedSharding) -> jax.Array:
     """A whole copy on every device of an array that lies as `sharding` says; its gradient is summed onto the shards."""
-    return jax.lax.with_sharding_constraint(shard, replicated(sharding.mesh))
+    return jax.lax.with_sharding_constraint(shard, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _gather_fwd(shard: jax.Array, sharding: NamedSharding) -> tuple[jax.Array, None]:
@@ -37,7 +37,7 @@ gather.defvjp(_gather_fwd, _gather_bwd)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredLayers:
-    """Runs layers whose parameters are sharded: each layer's are gathered within that layer, in the backward pass again.
+    """Runs layers whose parameters are sharded: each layer's are gathered within it, in the backward pass again.
 
     Attributes:
         run: runs the layers on one device.
@@ -47,7 +47,7 @@ class GatheredLayers:
     """
 
     run: RunLayers
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     root: str
     min_num_elements: int = MIN_NUM_ELEMENTS
 

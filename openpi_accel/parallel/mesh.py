@@ -35,15 +35,15 @@ def arrange(devices: Sequence[jax.Device], fsdp_devices: int) -> np.ndarray:
     """
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     local = sum(device.process_index == ordered[0].process_index for device in ordered)
-    fitting = [
-        n for n in range(1, len(ordered) + 1) if len(ordered) % n == 0 and (local % n == 0 or n % local == 0)
-    ]
+    fitting = [n for n in range(1, len(ordered) + 1) if len(ordered) % n == 0 and (local % n == 0 or n % local == 0)]
     if fsdp_devices not in fitting:
         choices = ", ".join(map(str, fitting))
-        nodes = f" on {len(ordered) // local} nodes of {local}" if local < len(ordered) else ""
+        several = local < len(ordered)
+        nodes = f" on {len(ordered) // local} nodes of {local}" if several else ""
         raise UserError(
-            f"--fsdp-devices is {fsdp_devices}, but there are {len(ordered)} devices{nodes}, which cannot be split into "
-            f"groups of that size{' without a group that straddles nodes' if nodes else ''}. Choose one of: {choices}."
+            f"--fsdp-devices is {fsdp_devices}, but there are {len(ordered)} devices{nodes}, which cannot be split "
+            f"into groups of that size{' without a group that straddles nodes' if several else ''}. "
+            f"Choose one of: {choices}."
         )
     array = np.empty(len(ordered), object)
     array[:] = ordered

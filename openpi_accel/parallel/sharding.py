@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from openpi_accel.parallel.mesh import BATCH_AXIS, FSDP_AXIS
 
@@ -35,7 +35,11 @@ MIN_NUM_ELEMENTS = 2**20
 
 
 def state_shardings(
-    shapes: Any, mesh: Mesh, rules: Rules = RULES, min_num_elements: int = MIN_NUM_ELEMENTS, root: str = ""
+    shapes: Any,
+    mesh: Mesh | AbstractMesh,
+    rules: Rules = RULES,
+    min_num_elements: int = MIN_NUM_ELEMENTS,
+    root: str = "",
 ) -> Any:
     """A NamedSharding for every leaf of any tree of arrays or shapes: a TrainState, parameters, optimizer state.
 
@@ -57,12 +61,12 @@ def state_shardings(
 param_shardings = state_shardings
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Axis 0 of every array of a batch, over all devices."""
     return NamedSharding(mesh, PartitionSpec((BATCH_AXIS, FSDP_AXIS)))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The same array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 

@@ -15,6 +15,7 @@ import pytest
 
 from openpi_accel import tree
 from openpi_accel.parallel.collectives import Collective, read_collectives
+from openpi_accel.tools.scaling.traffic import step_transfers
 from tests.conftest import REPO
 from tests.distributed.sharded_step import MIN_NUM_ELEMENTS, StepResult, run_step
 from tests.distributed.test_devices import cluster_of_two
@@ -25,7 +26,7 @@ ZERO_GRADIENT = "MultiHeadDotProductAttention_0/key/bias"
 ROUNDING = 1e-4
 STACKS = ("PaliGemma/llm/layers/", "PaliGemma/img/Transformer/encoderblock/")
 DATA_PARALLEL, SHARDED, HYBRID = (1, 8), (8, 8), (4, 8)
-UNROLLED = {"unroll": True, "cast": True, "remat": "dots"}
+UNROLLED: dict[str, Any] = {"unroll_layers": True, "cast_early": True, "flash_attn": True, "remat": "dots"}
 
 
 @functools.cache
@@ -101,7 +102,7 @@ def gradient_bytes(layout: tuple[int, int], unrolled: bool, sharded: bool) -> in
         if leaf.summed_on_shards != sharded or leaf.path.endswith("input_embedding"):
             continue
         parts = np.split(result.gradients[leaf.path], leaf.shape[0]) if leaf.stacked else [result.gradients[leaf.path]]
-        # Plain attention takes all queries together, so those of the last layer's dead tokens too.
+        # The dead queries of the last layer: a product with zeros, which the CPU's compiler keeps.
         alive = [bool(part.any()) or leaf.path.endswith("attn/q_einsum/w") for part in parts]
         num = sum(alive) if unrolled else len(parts) * any(alive)
         total += num * parts[0].nbytes
@@ -166,6 +167,20 @@ def test_unrolled_layers_are_gathered_one_by_one() -> None:
         assert number / 2 < got[(used, 1)] <= 2 * number + sum(not p.stacked and p.used == used for p in params), used
     assert gathered(collectives, in_loop=True) == collections.Counter()
     assert_no_resharding(HYBRID, collectives, unrolled=True)
+
+
+@pytest.mark.parametrize("layout", [DATA_PARALLEL, SHARDED, HYBRID], ids=["dp 8", "fsdp 8", "2 x fsdp 4"])
+def test_the_planner_reckons_what_the_compiler_made(layout: tuple[int, int]) -> None:
+    params, fsdp = step_of(layout).abstract.params, layout[0]
+    transfers = step_transfers(params, layer_itemsize=4, vision_passes=1, num_tokens=fsdp * 8)
+    size = {"fsdp": fsdp, "batch": 8 // fsdp, "all": 8}
+    for group_size in {2, 4, 8}:
+        gathers = [c for c in collectives_of(layout) if c.kind == "all-gather" and c.group_size == group_size]
+        of_size = [t for t in transfers if size[t.group] == group_size]
+        reckoned = sum(t.num_bytes for t in of_size if t.kind == "all-gather")
+        assert reckoned == pytest.approx(sum(c.times * c.result_bytes for c in gathers), rel=1e-3)
+        reckoned = sum(t.num_bytes for t in of_size if t.kind != "all-gather")
+        assert reckoned == pytest.approx(summed_bytes(collectives_of(layout), group_size), rel=1e-3, abs=1024)
 
 
 def assert_no_resharding(layout: tuple[int, int], collectives: tuple[Collective, ...], unrolled: bool) -> None:

@@ -42,9 +42,7 @@ def test_the_forms_of_gpu_programs() -> None:
         kind="all-gather", results=(("bf16", (8,)), ("bf16", (4, 2))), group_size=2, in_loop=True, times=18
     )
     assert gather.result_bytes == 32 and gather.sent_bytes == 18 * 16
-    assert scatter == Collective(
-        kind="reduce-scatter", results=(("f32", (2,)),), group_size=4, in_loop=False, times=1
-    )
+    assert scatter == Collective(kind="reduce-scatter", results=(("f32", (2,)),), group_size=4, in_loop=False, times=1)
     assert scatter.sent_bytes == 3 * 8
     assert (reduce.kind, reduce.group_size, reduce.result_bytes) == ("all-reduce", 8, 36)
     assert reduce.sent_bytes == 2 * 7 / 8 * 36
