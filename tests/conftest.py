@@ -32,7 +32,12 @@ def as_two_nodes() -> list[str]:
 
 def can_make_two_nodes() -> bool:
     """Whether this machine lets us; a container often does not."""
-    try_out = [*as_two_nodes(), "sh", "-c", "ip link add a type veth peer name b && mount --bind /etc/hosts /etc/hosts"]
+    try_out = [
+        *as_two_nodes(),
+        "sh",
+        "-c",
+        "ip link add near type veth peer name far && mount --bind /etc/hosts /etc/hosts",
+    ]
     try:
         return subprocess.run(try_out, capture_output=True, timeout=60).returncode == 0
     except FileNotFoundError:

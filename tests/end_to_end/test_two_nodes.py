@@ -16,7 +16,7 @@ from tests.unit import toy
 # Checks the node as ever; in place of pi0.5's training it trains a toy, with the cluster that the launcher handed on.
 STAND_IN = f"""#!{shutil.which("bash")}
 case "$1" in
-    */train.py) exec {sys.executable} -m tests.distributed.worker "$RUN_FOLDER" 3 --devices 2 --expect-devices 4 --fsdp 2 ;;
+    */train.py) exec {sys.executable} -m tests.distributed.worker $WORKER ;;
     */missing_packages.py) exit 0 ;;
     *) exec {sys.executable} "$@" ;;
 esac
@@ -34,7 +34,11 @@ def test_two_nodes_with_their_own_addresses_train_as_one(tmp_path: pathlib.Path)
         *("bash", "run_multinode.sh", "pi05_libero"),
     ]
     env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "JAX_PLATFORMS": "cpu", "EXP_NAME": "two"}
-    env |= {"OPENPI_PYTHON": str(python), "OPENPI_DOCTOR": "0", "RUN_FOLDER": str(tmp_path / "run")}
+    env |= {
+        "OPENPI_PYTHON": str(python),
+        "OPENPI_DOCTOR": "0",
+        "WORKER": f"{tmp_path / 'run'} 3 --devices 2 --expect-devices 4 --fsdp 2",
+    }
     done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=600)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
