@@ -10,6 +10,7 @@ from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.parallel.distributed import initialize
+from openpi_accel.parallel.peers import end_process
 
 
 def main() -> int:
@@ -26,7 +27,9 @@ def main() -> int:
     if jax.process_index() == 0:
         folder = run_folder_of(config)
         left = f"checkpoints, metrics.jsonl, loss_curve.png, first_batch.png in {folder}"
-        if result.exit_code:
+        if result.unsaved:
+            print(f"stopped by SIGTERM after {result.next_step} steps: {result.unsaved}; {left}")
+        elif result.exit_code:
             print(f"stopped by a signal after {result.next_step} steps, saved; go on with --resume (RESUME=1); {left}")
         else:
             print(f"done: {result.next_step} steps; {left}")
@@ -34,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, end_process)

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from openpi_accel.errors import UserError
 from openpi_accel.train.checkpoint_tree import read_state, to_items
 from openpi_accel.train.run_folder import committed_steps, remove_leftovers
+from openpi_accel.train.save_time import SaveTimer
 from openpi_accel.types import TrainState
 
 MAX_TO_KEEP = 1
@@ -90,6 +91,7 @@ class CheckpointStore:
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
         self._folder = folder.resolve()
+        self._timer = SaveTimer()
         self._assets = dict(assets or {})
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as they will be read back
         self._manager = ocp.CheckpointManager(
@@ -98,7 +100,9 @@ class CheckpointStore:
                 max_to_keep=max_to_keep,
                 keep_period=keep_period,
                 create=True,
-                async_options=ocp.AsyncOptions(timeout_secs=_SAVE_TIMEOUT_S),
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=_SAVE_TIMEOUT_S, post_finalization_callback=self._timer.ended
+                ),
             ),
         )
 
@@ -107,12 +111,19 @@ class CheckpointStore:
         """The run folder."""
         return self._folder
 
+    @property
+    def timer(self) -> SaveTimer:
+        """How long saves take."""
+        return self._timer
+
     def save(self, loop_index: int, state: TrainState, position: Position) -> None:
         """Starts to write a checkpoint and returns once `state` may be donated; waits for the previous one first.
 
         Raises:
             UserError: this save or the previous one could not be written; the older checkpoint is still there.
         """
+        self.wait()
+        self._timer.began(loop_index)
         params, train_state = to_items(state)
         resume = {"position": dataclasses.asdict(position), "settings": self._settings}
         try:
@@ -164,7 +175,9 @@ class CheckpointStore:
             )
         position, _ = _read_resume(folder)
         check_settings(folder, self._settings)
-        return read_state(folder, target), position
+        state = read_state(folder, target)
+        self._timer.committed = loop_index
+        return state, position
 
     def _save_failed(self, error: Exception) -> UserError:
         """Frees the space of the failed save and says what is still there."""
