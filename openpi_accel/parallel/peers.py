@@ -17,8 +17,10 @@ import jax
 # JAX has no public way to its store; Orbax reaches for it in the same manner.
 from jax._src import distributed
 
-# A process that takes the others with it is missed by nobody; so long process 0, which keeps the store, waits for them.
+# So long process 0, which keeps the store, waits for the others to hear why the run ends; for one that says nothing
+# in the meantime, though all speak every second, only _DEAF_S.
 LINGER_S = 10.0
+_DEAF_S = 3.0
 _SEATS, _FAILURES, _LEFT = "openpi_accel/seats", "openpi_accel/failures", "openpi_accel/left"
 # JAX's own: set by the process that got SIGTERM (tests/distributed/test_preemption.py would miss it).
 _PREEMPTION_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
@@ -95,10 +97,14 @@ class Peers:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"{_LEFT}/{self.rank}", [])
             deadline_s = time.monotonic() + linger_s
-            while self.rank == 0 and len(self._all(_LEFT)) < self.count and time.monotonic() < deadline_s:
+            while self.rank == 0 and self._others_listen() and time.monotonic() < deadline_s:
                 time.sleep(0.1)
             time.sleep(0.2 if self.rank == 0 and self.count > 1 else 0)  # they have said so, and are about to
         os._exit(exit_code)
+
+    def _others_listen(self) -> bool:
+        left = self._all(_LEFT)
+        return any(rank not in left and seat.silent_s < _DEAF_S for rank, seat in self.seats().items())
 
     def _set(self, key: str, value: list[Any]) -> None:
         if self._client is not None:

@@ -20,6 +20,7 @@ from openpi_accel.errors import UserError
 from openpi_accel.train.checkpoint_tree import read_state, to_items
 from openpi_accel.train.run_folder import committed_steps, remove_leftovers
 from openpi_accel.train.save_time import SaveTimer
+from openpi_accel.train.tree_save import TreeSaveHandler
 from openpi_accel.types import TrainState
 
 MAX_TO_KEEP = 1
@@ -92,10 +93,17 @@ class CheckpointStore:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
         self._folder = folder.resolve()
         self._timer = SaveTimer()
+        self._problem: Exception | None = None
         self._assets = dict(assets or {})
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as they will be read back
+        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        for item in ("params", "train_state"):
+            handlers.add(item, ocp.args.PyTreeSave, TreeSaveHandler(self._failed))
+        for item in ("assets", "resume"):
+            handlers.add(item, TextFiles, TextFilesHandler())
         self._manager = ocp.CheckpointManager(
             self._folder,
+            handler_registry=handlers,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=max_to_keep,
                 keep_period=keep_period,
@@ -138,6 +146,13 @@ class CheckpointStore:
             )
         except (OSError, ValueError) as error:  # TensorStore's errors are ValueErrors
             raise self._save_failed(error) from error
+
+    def problem(self) -> UserError | None:
+        """Why this process could not write its part of a save; nothing is waited for."""
+        return None if self._problem is None else self._save_failed(self._problem)
+
+    def _failed(self, error: Exception) -> None:
+        self._problem = error
 
     def wait(self) -> None:
         """Blocks until the last save is complete.

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import jax
 
@@ -35,6 +35,7 @@ class Guard:
         clock: to be told what the run does.
         preemption: SIGTERM and its grace.
         committed: tells the last complete checkpoint.
+        save_problem: tells why a save has failed in this process.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Guard:
     ) -> None:
         self.clock, self.preemption = StepClock(), preemption or Preemption()
         self.committed: Callable[[], int | None] = lambda: None
+        self.save_problem: Callable[[], UserError | None] = lambda: None
         self._peers, self._say = peers or Peers(), say
         self._failed_s: float | None = None
         self._silent: set[int] = set()
@@ -83,7 +85,7 @@ class Guard:
         while time.monotonic() < deadline_s:
             for rank, (text, exit_code) in self._peers.failures().items():
                 if rank != self._peers.rank:
-                    return OtherProcessEnded(text.removeprefix("error: "), exit_code)
+                    return OtherProcessEnded(self._with_kept(text.removeprefix("error: ")), exit_code)
             gone = self._silent_ranks()
             if gone:
                 return OtherProcessEnded(
@@ -100,6 +102,9 @@ class Guard:
         if step is None:
             return "this run has no checkpoint yet"
         return f"checkpoint {step} is complete: go on with --resume (launchers: RESUME=1)"
+
+    def _with_kept(self, text: str) -> str:
+        return text if "--resume" in text else f"{text.rstrip('.')}; {self.kept()}"
 
     def _silent_ranks(self) -> list[int]:
         return [rank for rank, seat in self._peers.seats().items() if is_silent(seat)]
@@ -118,12 +123,18 @@ class Guard:
 
     def _hear(self) -> None:
         """Another process that ends takes this one along; one that falls silent is named, on rank 0."""
-        others = {rank: why for rank, why in self._peers.failures().items() if rank != self._peers.rank}
-        if others and not self._ending.is_set():
+        if self._ending.is_set():
+            return
+        others = [why for rank, why in self._peers.failures().items() if rank != self._peers.rank]
+        problem = self.save_problem()
+        if others or problem is not None:
             self._failed_s = self._failed_s or time.monotonic()
             if time.monotonic() - self._failed_s > _OWN_WORDS_S:
-                text, exit_code = next(iter(others.values()))
-                self._leave(f"{text}; {self.kept()}", exit_code)
+                if problem is not None:
+                    self._peers.tell_failure(f"error: rank {self._peers.rank}: {problem}", told(problem)[1])
+                    self._leave(f"error: {problem}", told(problem)[1])
+                text, exit_code = others[0]
+                self._leave(self._with_kept(text), exit_code)
         if self._peers.rank == 0:
             silent = set(self._silent_ranks())
             if new := sorted(silent - self._silent):
@@ -159,6 +170,6 @@ class Guard:
                 self._told_s = elapsed_s
                 self._say(text)
 
-    def _leave(self, text: str, exit_code: int) -> None:
+    def _leave(self, text: str, exit_code: int) -> NoReturn:
         self._say(text)
         self._peers.leave(exit_code, linger_s=3.0)

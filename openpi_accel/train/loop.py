@@ -129,7 +129,7 @@ def run(
     has_saved, unsaved = False, ""
     guard = guard or Guard()
     clock, preemption = guard.clock, guard.preemption
-    guard.committed = lambda: store.timer.committed
+    guard.committed, guard.save_problem = lambda: store.timer.committed, store.problem
     save_bytes = checkpoint_bytes(state)
 
     def finish_step() -> None:
