@@ -1,5 +1,6 @@
 """What every entry script shares."""
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,8 +19,6 @@ def run(main: Callable[[], int | None], end: Callable[[int], object] = sys.exit)
         code = main() or 0
     except (Exception, KeyboardInterrupt) as error:
         message, code = told(error)
-        if message is None:
-            traceback.print_exc()
-        else:
-            print(message, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the log may lie on a full disk
+            print(message or traceback.format_exc(), file=sys.stderr, flush=True)
     end(code)

@@ -93,7 +93,8 @@ class Peers:
         The store goes with process 0, and JAX then ends the others with a message of its own; so it leaves last.
         """
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError):  # the log may lie on a full disk
+                stream.flush()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"{_LEFT}/{self.rank}", [])
             deadline_s = time.monotonic() + linger_s

@@ -1,5 +1,6 @@
 """One thread beside the training: hears of other processes that end, watches slow steps and the grace of a SIGTERM."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -171,5 +172,6 @@ class Guard:
                 self._say(text)
 
     def _leave(self, text: str, exit_code: int) -> NoReturn:
-        self._say(text)
+        with contextlib.suppress(OSError):  # the log may lie on the full disk
+            self._say(text)
         self._peers.leave(exit_code, linger_s=3.0)

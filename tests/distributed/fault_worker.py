@@ -4,7 +4,6 @@ It writes FOLDER/held-RANK when it has come to where it is to be held; from ther
 """
 
 import argparse
-import errno
 import os
 import pathlib
 import resource
@@ -19,16 +18,14 @@ from openpi_accel.errors import UserError
 from openpi_accel.parallel import peers
 from openpi_accel.parallel.distributed import initialize
 from openpi_accel.parallel.mesh import make_mesh
-from openpi_accel.train import loop, watchdog
+from openpi_accel.train import guard, loop, watchdog
 from openpi_accel.train.checkpoint import TextFiles, TextFilesHandler
-from openpi_accel.train.guard import Guard
 from openpi_accel.train.preemption import Preemption
 from tests.unit import toy
 
 RAISED = {
     "corrupt": UserError("episode 3, frame 17 cannot be decoded"),
     "fault": KeyError("an unforeseen fault"),
-    "vanished": FileNotFoundError(errno.ENOENT, "No such file or directory", "videos/episode_000003.mp4"),
 }
 
 
@@ -36,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("num_steps", type=int)
-    parser.add_argument("--save-interval", type=int, default=4)
+    parser.add_argument("--save-interval", type=int, default=5)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--at", type=int, default=8, help="the step at which it happens")
     parser.add_argument("--hold", choices=["data", "compile", "save"], help="stop there for good")
@@ -44,7 +41,7 @@ def main() -> int:
     parser.add_argument("--full-disk", action="store_true", help="no file may grow")
     parser.add_argument("--grace-s", type=float, default=60.0)
     parser.add_argument("--exit-code", type=int, default=143)
-    parser.add_argument("--heartbeat-timeout-s", type=int, default=20)
+    parser.add_argument("--heartbeat-timeout-s", type=int, default=10)
     args = parser.parse_args()
 
     jax.config.update("jax_num_cpu_devices", 1)
@@ -52,6 +49,7 @@ def main() -> int:
     initialize(os.environ, timeout_s=60, heartbeat_timeout_s=args.heartbeat_timeout_s)
     assert jax.device_count() == 2, jax.devices()
     watchdog.SLOW_S = 2.0
+    guard.SILENT_S = watchdog.SILENT_S = 4.0
 
     def held() -> None:
         (args.folder / f"held-{jax.process_index()}").touch()
@@ -80,15 +78,16 @@ def main() -> int:
 
         TextFilesHandler.save = hold_save  # type: ignore[method-assign]
 
-    with Guard(Preemption(args.grace_s, args.exit_code)) as guard:
+    with guard.Guard(Preemption(args.grace_s, args.exit_code)) as watching:
         result, _ = toy.train(
             args.folder,
             args.num_steps,
+            keep_period=5,
             resume=args.resume,
             mesh=make_mesh(2),  # so that each of them writes half of what is saved
             save_interval=args.save_interval,
             loader=batches(),
-            guard=guard,
+            guard=watching,
         )
     if result.unsaved:
         print(f"stopped: {result.unsaved}", flush=True)
