@@ -22,7 +22,7 @@ from jax._src import distributed
 LINGER_S = 10.0
 _DEAF_S = 3.0
 _SEATS, _FAILURES, _LEFT = "openpi_accel/seats", "openpi_accel/failures", "openpi_accel/left"
-# JAX's own: set by the process that got SIGTERM (tests/distributed/test_preemption.py would miss it).
+# JAX's own: set by the process that got SIGTERM (tests/distributed/test_faults.py would miss it).
 _PREEMPTION_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 
 
@@ -120,6 +120,10 @@ class Peers:
 def end_process(exit_code: int) -> None:
     """Ends a process of a run: in order, or, where one of the processes has failed, without waiting for the others."""
     peers = Peers()
-    if peers.failures():
+    try:
+        in_order = not peers.failures()
+    except jax.errors.JaxRuntimeError:  # process 0 is gone
+        in_order = False
+    if not in_order:
         peers.leave(exit_code)
     sys.exit(exit_code)

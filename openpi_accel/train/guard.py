@@ -26,7 +26,8 @@ MISSED_EXIT_CODE = 134
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the log may lie on a full disk
+        print(text, file=sys.stderr, flush=True)
 
 
 class Guard:
@@ -53,6 +54,8 @@ class Guard:
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
 
     def __enter__(self) -> Self:
+        if self._peers.count > 1:
+            self._peers.post(self.clock.seat())  # from here on process 0 does not end before it
         self._thread.start()
         return self
 
@@ -62,19 +65,25 @@ class Guard:
         several = self._peers.count > 1
         if several and isinstance(error, Exception | KeyboardInterrupt):
             self._ending.set()  # from here on this process ends in its own words; it goes on to be heard of
-            found = self._culprit(error)
-            if found is not None:
-                self._peers.tell_failure(f"error: {found}", found.exit_code)
-                raise found from None
-            message, exit_code = told(error)
-            text = (message or f"{type(error).__name__}: {error}").removeprefix("error: ")
-            self._peers.tell_failure(f"error: rank {self._peers.rank}: {text}", exit_code)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and nobody can be told
+                self._tell(error)
             return
         self._over.set()
         self._thread.join()
         if several:
             self.clock.begin(END)
-            self._peers.post(self.clock.seat())  # whose silence means nothing
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._peers.post(self.clock.seat())  # its silence means nothing from now on
+
+    def _tell(self, error: BaseException) -> None:
+        """Says to the others that this process ends, and why; raises OtherProcessEnded for an error not its own."""
+        found = self._culprit(error)
+        if found is not None:
+            self._peers.tell_failure(f"error: {found}", found.exit_code)
+            raise found from None
+        message, exit_code = told(error)
+        text = (message or f"{type(error).__name__}: {error}").removeprefix("error: ")
+        self._peers.tell_failure(f"error: rank {self._peers.rank}: {text}", exit_code)
 
     def _culprit(self, error: BaseException) -> OtherProcessEnded | None:
         """The end of another process that may have caused this error: a collective fails where one of them is gone."""
@@ -172,6 +181,5 @@ class Guard:
                 self._say(text)
 
     def _leave(self, text: str, exit_code: int) -> NoReturn:
-        with contextlib.suppress(OSError):  # the log may lie on the full disk
-            self._say(text)
+        self._say(text)
         self._peers.leave(exit_code, linger_s=3.0)

@@ -152,20 +152,30 @@ def test_killed_while_both_are_held_up(
     [
         ("--raise corrupt", 2, "episode 3, frame 17 cannot be decoded"),
         ("--raise fault", 1, "KeyError: 'an unforeseen fault'"),
-        ("--full-disk", 2, "A checkpoint could not be written to"),
     ],
 )
 def test_what_goes_wrong_in_one_is_told_by_both(
-    start: Start, begun: pathlib.Path, straight: pathlib.Path, what: str, code: int, words: str
+    start: Start, begun: pathlib.Path, what: str, code: int, words: str
 ) -> None:
     processes = start(begun, ALL, "--resume", own=("", what))
     codes = end(*processes, within_s=START_S)
     other, own = (process.output for process in processes)
     assert codes == [code, code], (other, own)
     assert other.count("error: rank 1: ") == 1 and words in other and "Traceback" not in other
-    assert "continue with --resume" in other or "checkpoint 5 is complete: go on with --resume" in other
+    assert "checkpoint 5 is complete: go on with --resume" in other
     assert own.count(f"error: {words}") == (code == 2) and own.count(f"\n{words}\n") == (code == 1)
     assert "Check failure" not in other + own and "terminat" not in other + own
+    assert committed_steps(begun) == [SAVED]
+
+
+def test_a_full_disk_in_one_ends_both(start: Start, begun: pathlib.Path, straight: pathlib.Path) -> None:
+    processes = start(begun, ALL, "--resume", own=("", "--full-disk"))
+    codes = end(*processes, within_s=START_S)
+    other, own = (process.output for process in processes)
+    assert codes == [2, 2], (other, own)
+    for shown, name in ((other, "error: rank 1: "), (own, "error: ")):
+        assert shown.count(f"{name}A checkpoint could not be written to {begun}") == 1
+        assert f"The older checkpoint {begun}/{SAVED} is complete and stays" in shown and "Check failure" not in shown
     goes_on(start, begun, straight)
 
 
