@@ -173,6 +173,8 @@ class DataConfig:
     """Name of the dataset on the Hub, for example physical-intelligence/libero; also the default asset id."""
     path: str | None = None
     """Local dataset folder. None looks in HF_LEROBOT_HOME and the Hub cache."""
+    mixture: str | None = None
+    """JSON file of several datasets with their weights, in place of the one dataset (docs/data.md)."""
     asset_id: str | None = None
     """Folder of the norm statistics below assets/<config>; None is the repo id (for local/dataset: local/<folder>)."""
     cameras: CameraKeys = dataclasses.field(default_factory=CameraKeys)
@@ -351,6 +353,13 @@ class TrainConfig:
             )
         if self.keep_period is not None and self.keep_period < 1:
             raise UserError(f"--keep-period is {self.keep_period}; it must be at least 1, or None.")
+        of_one_dataset = ("path", "asset_id", "episodes", "keep_frames", "packed")
+        given = [f"--data.{name.replace('_', '-')}" for name in of_one_dataset if getattr(self.data, name) is not None]
+        if self.data.mixture is not None and given:
+            raise UserError(
+                f"{' and '.join(given)} (launchers: DATA_PATH is --data.path) belong to one dataset, and "
+                f"--data.mixture names several: write them into the parts of {self.data.mixture}."
+            )
         if self.data.delta_action_dims < 0:
             raise UserError(f"--data.delta-action-dims is {self.data.delta_action_dims}; it must be 0 or more.")
         if self.num_workers < 0:

@@ -23,6 +23,7 @@ from openpi_accel.data.images import decode_image
 from openpi_accel.data.lerobot.dataset import LeRobotDataset
 from openpi_accel.data.loader import Loader
 from openpi_accel.data.norm_stats import NormStats, Statistics
+from openpi_accel.data.order import SampleOrder
 from openpi_accel.data.pipeline import BatchSource
 from openpi_accel.data.rows import training_rows
 from openpi_accel.data.transforms import to_model_image
@@ -170,7 +171,7 @@ def _load(
     pool: Callable[[LoadBatch[Batch], int], WorkerPool[Batch]],
 ) -> Measured:
     load = RowBatches(source, rows)
-    with Loader(load, len(rows), size, 0, num_workers=number, start_pool=pool) as loader:
+    with Loader(load, SampleOrder(len(rows), 0), size, num_workers=number, start_pool=pool) as loader:
         for _ in range(number + 1):  # until every worker has started and read its files' indices
             next(loader)
         start, start_core = time.perf_counter(), time.process_time()
