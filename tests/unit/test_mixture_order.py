@@ -1,4 +1,4 @@
-"""The order of a mixture: exact shares, every row once per pass, whole batches of one camera set; pure and resumable."""
+"""The order of a mixture: exact shares, every row once per pass, whole batches of one camera set; pure, resumable."""
 
 from fractions import Fraction
 
