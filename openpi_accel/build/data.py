@@ -162,7 +162,7 @@ def _open(
             f"One dataset at a time here, and {config.data.mixture} names several: give --data.path of one instead of "
             "--data.mixture."
         )
-    dataset = open_dataset(find_dataset(config.data.repo_id, config.data.path, environment))
+    dataset = open_dataset(find_dataset(config.data.repo_id, config.data.path, environment), config.data.video_decoder)
     tokenizer = functools.partial(
         PromptTokenizer,
         find_tokenizer(config.data.tokenizer_path, environment),

@@ -165,6 +165,9 @@ class CameraKeys:
         return {slot: key for slot in CAMERA_SLOTS if (key := getattr(self, slot)) is not None}
 
 
+VideoDecoderName = Literal["auto", "pyav", "torchcodec"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """A LeRobot dataset and how its columns become the model's inputs."""
@@ -204,6 +207,8 @@ class DataConfig:
     on_corrupt: Literal["error", "skip"] = "error"
     """What to do about frames that cannot be read, NaN, or missing task texts: stop, or count, list and leave them
     out."""
+    video_decoder: VideoDecoderName = "auto"
+    """What decodes videos; auto is PyAV. The order and the numbers of frames are the same with either."""
     prefetch_batches: int = 4
     """Batches kept ready ahead of the step."""
 
