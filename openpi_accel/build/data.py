@@ -13,6 +13,7 @@ import numpy as np
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
+from openpi_accel.data.lerobot.baseline import BaselineReader
 from openpi_accel.data.lerobot.dataset import LeRobotDataset, open_dataset
 from openpi_accel.data.lerobot.frames import FrameError
 from openpi_accel.data.lerobot.locate import find_dataset
@@ -230,6 +231,9 @@ def build_source(
         skip_images=acceleration.skip_images,
         only_consumed=acceleration.skip_video_decode,
         packed=_open_packed(config, dataset),
+        baseline=BaselineReader(dataset, mapping.state_key, mapping.action_key, config.model.action_horizon)
+        if config.data.reader == "lerobot"
+        else None,
         loss=config.loss,
     )
     return config, source
@@ -276,5 +280,6 @@ def build_data(config: TrainConfig, acceleration: Acceleration, environment: Env
         val_rows=val_rows,
         report=report,
         norm_stats_text=path.read_text(),
-        worker_processes=acceleration.worker_cpu,
+        # lerobot's reader holds Python's lock; upstream runs it in processes.
+        worker_processes=acceleration.worker_cpu or config.data.reader == "lerobot",
     )

@@ -185,7 +185,7 @@ def build_mixture(config: TrainConfig, acceleration: Acceleration, environment: 
         datasets=datasets,
         names=tuple(part.name for part in parts),
         weights=tuple(part.weight for part in parts),
-        worker_processes=acceleration.worker_cpu,
+        worker_processes=any(data.worker_processes for data in datasets),
     )
     try:
         mixture.order()

@@ -207,6 +207,8 @@ class DataConfig:
     on_corrupt: Literal["error", "skip"] = "error"
     """What to do about frames that cannot be read, NaN, or missing task texts: stop, or count, list and leave them
     out."""
+    reader: Literal["native", "lerobot"] = "native"
+    """What reads the dataset; lerobot is its own LeRobotDataset, every camera decoded, as a baseline (slow)."""
     video_decoder: VideoDecoderName = "auto"
     """What decodes videos; auto is PyAV. The order and the numbers of frames are the same with either."""
     prefetch_batches: int = 4
@@ -365,6 +367,8 @@ class TrainConfig:
                 f"{' and '.join(given)} (launchers: DATA_PATH is --data.path) belong to one dataset, and "
                 f"--data.mixture names several: write them into the parts of {self.data.mixture}."
             )
+        if self.data.reader == "lerobot" and self.data.packed is not None:
+            raise UserError("--data.packed is read natively: leave it out, or take --data.reader native.")
         if self.data.delta_action_dims < 0:
             raise UserError(f"--data.delta-action-dims is {self.data.delta_action_dims}; it must be 0 or more.")
         if self.num_workers < 0:

@@ -53,7 +53,9 @@ def test_without_it(monkeypatch, missing):
 
         monkeypatch.setattr("importlib.import_module", fail)
     assert choose_reader("auto") is VideoReader and choose_reader("pyav") is VideoReader
-    with pytest.raises(UserError, match=r"cannot be imported \((No module named|Could not load libtorchcodec)") as error:
+    with pytest.raises(
+        UserError, match=r"cannot be imported \((No module named|Could not load libtorchcodec)"
+    ) as error:
         choose_reader("torchcodec")
     assert "--data.video-decoder pyav" in str(error.value) and "\n" not in str(error.value)
 
