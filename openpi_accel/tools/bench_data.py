@@ -72,7 +72,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     own, rest = parser.parse_known_args(argv)
     description = (
         f"{__doc__} Takes the options of scripts/train.py; with --data.packed the packed cache is timed too. Further: "
-        "--readers native,lerobot (lerobot's own, by processes alone), --workers 1,2,8, --batches N (per line), --json (one line of JSON per measurement)."
+        "--readers native,lerobot (lerobot's own, by processes alone), --workers 1,2,8, --batches N (per line), --json "
+        "(one line of JSON per measurement)."
     )
     config = parse_train_config(rest, prog=_PROG, description=description)
     try:
