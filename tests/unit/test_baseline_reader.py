@@ -58,7 +58,8 @@ class LeRobotDataset:
 def lerobot(monkeypatch):
     for name in ("lerobot", "lerobot.datasets", "lerobot.datasets.lerobot_dataset"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["lerobot.datasets.lerobot_dataset"].LeRobotDataset = LeRobotDataset
+    module = sys.modules["lerobot.datasets.lerobot_dataset"]
+    module.LeRobotDataset, module.CODEBASE_VERSION = LeRobotDataset, "v3.0"
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.8.7" if name == "lerobot" else version(name))
     monkeypatch.setattr(LeRobotDataset, "opened", [])
@@ -108,6 +109,10 @@ def test_a_format_that_it_does_not_read(tmp_path):
     dataset = open_dataset(write_dataset(tmp_path / "unknown", version="v3.0"))
     with pytest.raises(UserError, match=r"lerobot 9.8.7 cannot open .*The dataset is in 2.1 format. Releases up to"):
         BaselineReader(dataset, "observation.state", "action", 10)
+    older = open_dataset(write_dataset(tmp_path / "older", version="v2.1"))
+    with pytest.raises(UserError, match=r"lerobot 9.8.7 cannot open .*\(format v2.1\): it reads v3.0. Releases"):
+        BaselineReader(older, "observation.state", "action", 10)
+    assert not LeRobotDataset.opened  # which might have asked the network
 
 
 def test_no_pack_beside_it():

@@ -53,16 +53,15 @@ class BaselineReader:
         self._arguments = dataset, state_key, action_key, horizon
         self._state_key, self._action_key, self._dataset = state_key, action_key, dataset
         self._lock = threading.Lock()  # lerobot's decoders are not made for several threads
-        lerobot_class = _lerobot_class()
+        theirs = _lerobot_module()
+        reads = theirs.CODEBASE_VERSION
+        if reads.split(".")[0] != dataset.version.split(".")[0]:  # lerobot itself would first ask the Hub for another
+            raise self._refused(f"it reads {reads}.")
         steps = {action_key: [step / dataset.fps for step in range(horizon)]}
         try:
-            self._theirs = lerobot_class(dataset.root.name, root=dataset.root, delta_timestamps=steps)
-        except Exception as error:  # it has an exception of its own for every release of the format
-            raise UserError(
-                f"lerobot {importlib.metadata.version('lerobot')} cannot open {dataset.root} (format "
-                f"{dataset.version}): {_first_line(error)} Releases up to 0.3.3 read v2.0 and v2.1, later ones v3.0: "
-                f"install one that fits, {_NATIVE}."
-            ) from error
+            self._theirs = theirs.LeRobotDataset(dataset.root.name, root=dataset.root, delta_timestamps=steps)
+        except Exception as error:  # it has several kinds of its own, and those of the Hub's client
+            raise self._refused(_first_line(error)) from error
         if len(self._theirs) != dataset.num_frames:
             raise UserError(
                 f"lerobot finds {len(self._theirs)} frames in {dataset.root}, and there are {dataset.num_frames}. "
@@ -90,6 +89,13 @@ class BaselineReader:
             frames={camera: [_pixels(item[camera]) for item in items] for camera in self._dataset.cameras},
         )
 
+    def _refused(self, why: str) -> UserError:
+        return UserError(
+            f"lerobot {importlib.metadata.version('lerobot')} cannot open {self._dataset.root} (format "
+            f"{self._dataset.version}): {why} Releases up to 0.3.3 read v2.0 and v2.1, later ones v3.0: install one "
+            f"that fits, {_NATIVE}."
+        )
+
     def _item(self, row: int) -> Mapping[str, Any]:
         try:
             item: Mapping[str, Any] = self._theirs[row]
@@ -98,9 +104,9 @@ class BaselineReader:
             raise self._dataset.frame_error("any", row, f"lerobot cannot read it ({_first_line(error)})") from error
 
 
-def _lerobot_class() -> Any:
+def _lerobot_module() -> Any:
     try:
-        return importlib.import_module("lerobot.datasets.lerobot_dataset").LeRobotDataset
+        return importlib.import_module("lerobot.datasets.lerobot_dataset")
     except (ImportError, RuntimeError, OSError) as error:
         raise UserError(
             f"--data.reader lerobot: lerobot cannot be imported ({_first_line(error)}). Install it with its readers "
