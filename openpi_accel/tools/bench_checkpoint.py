@@ -52,9 +52,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report["equal"] else 1
 
 
-def _measure(
-    fsdp_devices: int, init: "functools.partial[dict[str, object]]", folder: pathlib.Path
-) -> dict[str, object]:
+def _measure(fsdp_devices: int, init: Callable[[jax.Array], Params], folder: pathlib.Path) -> dict[str, object]:
     key, mesh = jax.random.key(0), make_mesh(fsdp_devices)
     shapes = jax.eval_shape(init, key)
     shardings = state_shardings(shapes, mesh)
