@@ -44,6 +44,8 @@ from openpi_accel.train.watch import LoopConfig
 from openpi_accel.types import Batch, TrainState
 
 CONFIG_FILE = "config.json"
+# What else a run's figures depend on: switches, JAX, devices.
+ENVIRONMENT_FILE = "environment.json"
 _LESS_MEMORY = (
     "--remat.gemma full --remat.siglip full",
     "adapters: --model.paligemma-variant gemma_2b_lora --model.action-expert-variant gemma_300m_lora --ema-decay None",
@@ -146,6 +148,7 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
             assert state is not None
             if main_process:
                 _write_aside(folder / CONFIG_FILE, to_json(dataclasses.replace(config, resume=False, overwrite=False)))
+                _write_aside(folder / ENVIRONMENT_FILE, json.dumps(_surroundings(acceleration), indent=2) + "\n")
             return _run(config, data, training, step, mesh, store, state, position, folder)
         finally:
             store.close()
@@ -280,6 +283,16 @@ def _run(
             metrics.close()
             if loader.skipped and jax.process_index() == 0:
                 print(f"{len(loader.skipped)} damaged samples were left out; the checkpoint's resume.json lists them")
+
+
+def _surroundings(acceleration: Acceleration) -> dict[str, Any]:
+    return {
+        "acceleration": dataclasses.asdict(acceleration),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "num_devices": jax.device_count(),
+        "num_processes": jax.process_count(),
+    }
 
 
 def _describe_data(data: Data, say: Callable[..., None]) -> None:

@@ -12,7 +12,7 @@ from openpi_accel.errors import UserError
 NOT_FINITE = "not_finite_step_{step}.json"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 # What a run writes before its first step; metrics.jsonl is empty then.
-_OF_THE_START = {"config.json", "metrics.jsonl", "tensorboard", "first_batch.png"}
+_OF_THE_START = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "first_batch.png"}
 
 
 def committed_steps(folder: pathlib.Path) -> list[int]:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from openpi_accel.errors import UserError
+from openpi_accel.train.memory import peak_memory_gib
 from openpi_accel.train.metrics import MetricsWriter, hash_sample_ids
 from openpi_accel.train.progress import ProgressReport
 from openpi_accel.train.run_folder import NOT_FINITE
@@ -108,6 +109,7 @@ class StepWatch:
             "samples_per_s": self._config.batch_size * self._timed_steps / elapsed_s,
             "step_s": elapsed_s / self._timed_steps,
             "data_wait_share": min(1.0, self._wait_s / elapsed_s),
+            **peak_memory_gib(),
             "sample_ids_hash": hash_sample_ids(started.sample_ids),
         }
         row["learning_rate"] = self._values["learning_rate"][-1]  # the schedule's value at this step, no mean

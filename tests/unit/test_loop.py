@@ -28,8 +28,8 @@ from tests.unit import toy
 
 
 def figures(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Rows without what depends on the clock."""
-    clock = ("samples_per_s", "step_s", "data_wait_share")
+    """Rows without what depends on the clock and on the process."""
+    clock = ("samples_per_s", "step_s", "data_wait_share", "host_memory_peak_gib")
     return [{k: v for k, v in row.items() if k not in clock} for row in read_rows(folder / "metrics.jsonl")]
 
 
