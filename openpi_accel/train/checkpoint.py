@@ -8,7 +8,6 @@
 
 import dataclasses
 import json
-import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from openpi_accel.errors import UserError
+from openpi_accel.orbax_noise import keep_orbax_quiet
 from openpi_accel.train.checkpoint_tree import read_state, to_items
 from openpi_accel.train.run_folder import committed_steps, remove_leftovers
 from openpi_accel.types import TrainState
@@ -86,9 +86,7 @@ class CheckpointStore:
         assets: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        # Orbax and its event loops log the traceback of every error that is raised again; the user gets one message.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        keep_orbax_quiet()
         self._folder = folder.resolve()
         self._assets = dict(assets or {})
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as they will be read back
@@ -127,6 +125,10 @@ class CheckpointStore:
             )
         except (OSError, ValueError) as error:  # TensorStore's errors are ValueErrors
             raise self._save_failed(error) from error
+
+    def is_complete(self, loop_index: int) -> bool:
+        """Whether that checkpoint is in place, whole; a look at the folder, which does not wait."""
+        return (self._folder / str(loop_index) / "params").is_dir()
 
     def wait(self) -> None:
         """Blocks until the last save is complete.
@@ -208,8 +210,8 @@ def check_settings(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
         raise UserError(
             f"{folder} was trained with other settings:\n    "
             + "\n    ".join(changed)
-            + "\nResume with the saved ones (the run's options are in its config.json), or start a run of its own from "
-            f"these weights: another --exp-name with --weight-loader.params-path={folder / 'params'}"
+            + "\nResume with the saved ones (leave these options out: the run's config.json has them), or start a run "
+            f"of its own from these weights: another --exp-name with --weight-loader.params-path={folder / 'params'}"
         )
 
 

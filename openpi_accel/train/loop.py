@@ -83,7 +83,7 @@ def run(
     metrics: MetricsWriter,
     *,
     position: Position | None = None,
-    on_first_batch: Callable[[Any], None] | None = None,
+    on_first_batch: Callable[[LoadedBatch], None] | None = None,
     on_saved: Callable[[], object] = lambda: None,
     rows_of: Callable[[np.ndarray], np.ndarray] = np.asarray,
     validation: Validation | None = None,
@@ -122,10 +122,20 @@ def run(
     progress = ProgressReport(config.num_train_steps, first_step) if show else None
     watch = StepWatch(config, store.folder, metrics, progress, position.unlogged if position else {}, rows_of)
     has_saved = False
+    saving: int | None = None
+
+    def announce() -> None:
+        """Tells once that the checkpoint which was being written is complete."""
+        nonlocal saving
+        if progress is not None and saving is not None and store.is_complete(saving):
+            progress.say(f"saved {store.folder / str(saving)} (step {saving})")
+            saving = None
+
     prefetcher = DevicePrefetcher(loader, batch_sharding(mesh))
     try:
         with _stop_signals() as stop:
             for index in range(first_step, config.num_train_steps):
+                announce()
                 item, wait_s = prefetcher.next(watch.finish_step)
                 if item is None:
                     raise UserError(
@@ -134,7 +144,7 @@ def run(
                     )
                 if index == first_step:
                     if on_first_batch is not None:
-                        on_first_batch(item.host.batch)
+                        on_first_batch(item.host)
                     watch.reset_timing()
                 state, values = step(state, item.batch, train_rng)
                 watch.started(index, values, item.host.sample_ids, wait_s)
@@ -147,20 +157,24 @@ def run(
                         state,
                         Position(next_sample=next_sample, unlogged=watch.unlogged(), skipped=tuple(skipped())),
                     )
-                    if has_saved:  # this save has waited for the one before
+                    announce()  # this save has waited for the one before
+                    if has_saved:
                         on_saved()
-                    has_saved = True
+                    has_saved, saving = True, index
                     metrics.save_loss_curve()
                 if validation is not None and (stopping or (index % validation.interval == 0 and index > first_step)):
                     watch.validated(index, validation.loss, state)
                 if stopping:
+                    watch.show_last()
                     break
             store.wait()
+            announce()
             if has_saved and stop.signal is None:  # a run stopped at once may have been a mistake
                 on_saved()
     except BaseException:
         with contextlib.suppress(UserError):  # a save under way is completed; the first error is the one to tell
             store.wait()
+            announce()
         raise
     finally:
         prefetcher.close()

@@ -155,7 +155,22 @@ def test_the_first_batch_is_shown(tmp_path: pathlib.Path) -> None:
     seen: list[Any] = []
     toy.train(tmp_path, 3, on_first_batch=seen.append)
     assert len(seen) == 1
-    np.testing.assert_array_equal(seen[0]["x"], next(toy.batches()).batch["x"])
+    np.testing.assert_array_equal(seen[0].batch["x"], next(toy.batches()).batch["x"])
+
+
+def test_the_last_loss_and_every_complete_checkpoint_are_told(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.train(tmp_path, 8, log_interval=5, save_interval=3, keep_period=1, show=True)
+    lines = capsys.readouterr().out.splitlines()
+    saved = [f"saved {tmp_path / str(step)} (step {step})" for step in (3, 6, 7)]
+    assert [line for line in lines if line.startswith("saved ")] == saved
+    (last,) = [line for line in lines if line.startswith("step 7/8 | loss ")]
+    assert last.endswith(" (this step alone)") and lines.index(last) < lines.index(saved[-1])
+    toy.train(tmp_path, 11, resume=True, log_interval=5, show=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("this step alone" in line for line in lines)  # step 10 is in the log
+    assert sum(line.startswith("step 10/11 | loss ") for line in lines) == 1
 
 
 # Orbax never awaits the other writes once one has failed; they are collected here, not in a later test.

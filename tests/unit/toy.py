@@ -75,6 +75,7 @@ def train(
     keep_period: int | None = None,
     loader: Any = None,
     on_first_batch: Any = None,
+    show: bool = False,
 ) -> tuple[loop.RunResult, Any]:
     """A run as the composition root builds it; also returns the compiled step."""
     mesh = mesh or make_mesh(1, jax.devices()[:1])
@@ -107,7 +108,7 @@ def train(
             metrics,
             position=position,
             on_first_batch=on_first_batch,
-            show=False,
+            show=show,
         )
     finally:
         metrics.close()

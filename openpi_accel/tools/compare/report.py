@@ -78,13 +78,14 @@ def html_report(comparison: Comparison, plots: Iterable[Plot]) -> str:
 
 def figures(comparison: Comparison) -> Iterator[Row]:
     """Yields the summary figures of both runs; a dash where a run did not log one."""
-    runs = (comparison.a, comparison.b)
-    yield ("logged rows", *(str(len(run.steps)) for run in runs), "")
-    yield ("last step", *(str(run.steps[-1]) for run in runs), "")
-    yield ("first loss", *(f"{run.rows[run.steps[0]]['loss']:.6f}" for run in runs), "")
-    yield ("last loss", *(f"{run.rows[run.steps[-1]]['loss']:.6f}" for run in runs), "")
+    a, b = comparison.a, comparison.b
+    yield ("logged rows", str(len(a.steps)), str(len(b.steps)), "")
+    yield ("last step", str(a.steps[-1]), str(b.steps[-1]), "")
+    yield ("first loss", f"{a.rows[a.steps[0]]['loss']:.6f}", f"{b.rows[b.steps[0]]['loss']:.6f}", "")
+    yield ("last loss", f"{a.rows[a.steps[-1]]['loss']:.6f}", f"{b.rows[b.steps[-1]]['loss']:.6f}", "")
     late = comparison.distance.late
-    yield (f"mean loss, steps {late.steps[0]} to {late.steps[1]}", *(f"{loss:.6f}" for loss in late.losses), "")
+    what = f"mean loss, steps {late.steps[0]} to {late.steps[1]}"
+    yield (what, f"{late.losses[0]:.6f}", f"{late.losses[1]:.6f}", "")
     for what, key, pick, scale, digits, unit in (
         ("throughput, median", "samples_per_s", median, 1, 2, "samples/s"),
         ("step, median", "step_s", median, 1e3, 1, "ms"),
@@ -92,10 +93,10 @@ def figures(comparison: Comparison) -> Iterator[Row]:
         ("device memory, highest", "device_memory_peak_gib", largest, 1, 2, "GiB"),
         ("host memory, highest", "host_memory_peak_gib", largest, 1, 2, "GiB"),
     ):
-        values = [pick(run, key) for run in runs]
+        values = [pick(run, key) for run in (a, b)]
         if any(value is not None for value in values):
-            a, b = ("-" if value is None else f"{scale * value:.{digits}f}" for value in values)
-            yield (what, a, b, unit)
+            shown = ["-" if value is None else f"{scale * value:.{digits}f}" for value in values]
+            yield (what, shown[0], shown[1], unit)
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:

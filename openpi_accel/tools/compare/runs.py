@@ -9,9 +9,9 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from openpi_accel.config.serialize import CONFIG_FILE, ENVIRONMENT_FILE
 from openpi_accel.errors import UserError
 from openpi_accel.train.metrics import METRICS_FILE, read_rows
-from openpi_accel.training_run import CONFIG_FILE, ENVIRONMENT_FILE
 
 # The mean over the steps since the row before; everything else in a row is the value at its step.
 MEANS = ("loss", "grad_norm", "param_norm")
