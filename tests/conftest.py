@@ -1,10 +1,11 @@
-"""What all tests share: eight CPU devices, strict JAX, and the folder ../shared where it is there.
+"""What all tests share: eight CPU devices, strict JAX, the folder ../shared and a browser where there are such.
 
 The device count is set before JAX starts, so every test of the process sees the same eight CPU devices.
 """
 
 import os
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -23,42 +24,51 @@ jax.config.update("jax_numpy_rank_promotion", "raise")  # a missing axis must no
 for name in [name for name in os.environ if name.startswith("OPENPI_")]:
     del os.environ[name]  # a switch in the developer's shell must not reach a test
 
-_DESELECTED = pytest.StashKey[int]()
+_DESELECTED = pytest.StashKey[dict[str, int]]()
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def find_browser() -> str | None:
+    """Chromium or Chrome on the PATH."""
+    return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what needs ../shared where that folder is absent; in CI its absence is an error."""
-    needs_shared = [item for item in items if item.get_closest_marker("shared")]
-    config.stash[_DESELECTED] = 0
-    if SHARED.is_dir() or not needs_shared:
-        return
-    if os.environ.get("CI", "").lower() in ("1", "true"):
+    """Deselects what needs ../shared or a browser where that is absent; in CI the absence of ../shared is an error."""
+    needed = {"shared": SHARED.is_dir(), "browser": find_browser() is not None}
+    absent = [marker for marker, there in needed.items() if not there]
+    wanting = {marker: [item for item in items if item.get_closest_marker(marker)] for marker in absent}
+    config.stash[_DESELECTED] = {marker: len(found) for marker, found in wanting.items()}
+    if wanting.get("shared") and os.environ.get("CI", "").lower() in ("1", "true"):
         raise pytest.UsageError(
-            f"CI is set, but ../shared is absent, so {len(needs_shared)} tests could not run. Lay the folder beside "
-            "the clone, or unset CI to run without them."
+            f"CI is set, but ../shared is absent, so {len(wanting['shared'])} tests could not run. Lay the folder "
+            "beside the clone, or unset CI to run without them."
         )
-    config.stash[_DESELECTED] = len(needs_shared)
-    config.hook.pytest_deselected(items=needs_shared)
-    items[:] = [item for item in items if not item.get_closest_marker("shared")]
+    config.hook.pytest_deselected(items=[item for found in wanting.values() for item in found])
+    items[:] = [item for item in items if not any(item.get_closest_marker(marker) for marker in absent)]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """With several test processes (pytest-xdist) each collects all tests, so any one's count is the count."""
-    node.config.stash[_DESELECTED] = getattr(node, "workeroutput", {}).get("deselected", 0)
+    node.config.stash[_DESELECTED] = getattr(node, "workeroutput", {}).get("deselected", {})
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hands the count on to the process that prints."""
+    """Hands the counts on to the process that prints."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["deselected"] = session.config.stash.get(_DESELECTED, 0)
+        session.config.workeroutput["deselected"] = session.config.stash.get(_DESELECTED, {})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says how many tests did not run for want of ../shared."""
-    count = config.stash.get(_DESELECTED, 0)
-    state = "absent" if not SHARED.is_dir() else "present"
-    terminalreporter.write_line(f"../shared is {state}: {count} tests deselected for want of it")
+    """Says how many tests did not run for want of ../shared or of a browser."""
+    counts = config.stash.get(_DESELECTED, {})
+    for name, marker, there in (
+        ("../shared", "shared", SHARED.is_dir()),
+        ("a browser (chromium)", "browser", find_browser() is not None),
+    ):
+        state = "present" if there else "absent"
+        terminalreporter.write_line(f"{name} is {state}: {counts.get(marker, 0)} tests deselected for want of it")
 
 
 @pytest.fixture(scope="session")

@@ -57,8 +57,8 @@ def peak_memory_gib() -> dict[str, float]:
     rows = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [stats["peak_bytes_in_use"] for stats in rows if "peak_bytes_in_use" in stats]
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage's own
-    host = {"host_memory_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB}
-    return host | ({"device_memory_peak_gib": max(peaks) / _GIB} if peaks else {})
+    host = {"host_memory_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    return host | ({"device_memory_peak_gib": max(peaks) / 2**30} if peaks else {})
 
 
 def require_memory(

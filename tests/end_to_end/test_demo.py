@@ -60,6 +60,12 @@ def test_resuming_continues_the_run(runs):
     ).is_file()
 
 
+def test_it_says_where_it_ran(runs):
+    folder, _, _ = runs
+    told = json.loads((folder / "checkpoints" / "pi05_demo" / "short" / "environment.json").read_text())
+    assert told["acceleration"]["flash_attn"] is False and told["jax"] and told["num_devices"] == 1
+
+
 def test_held_out_episodes_were_not_trained_on(runs):
     folder, _, _ = runs
     run = folder / "checkpoints" / "pi05_demo" / "short"

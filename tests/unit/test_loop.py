@@ -58,6 +58,7 @@ def test_rows_are_means_since_the_last_log_and_hashes(tmp_path: pathlib.Path) ->
         assert row["sample_ids_hash"] == hash_sample_ids(np.arange(first, first + toy.BATCH))
     (*_, last) = read_rows(tmp_path / "means" / "metrics.jsonl")
     assert last["samples_per_s"] == pytest.approx(toy.BATCH / last["step_s"])
+    assert last["host_memory_peak_gib"] > 0.1
 
 
 def test_saves_at_the_interval_and_at_the_last_step(tmp_path: pathlib.Path) -> None:

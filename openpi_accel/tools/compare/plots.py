@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from openpi_accel.tools.compare.runs import Run
 from openpi_accel.tools.compare.verdict import Bounds, Comparison, Distance
@@ -35,7 +36,12 @@ def draw_plots(comparison: Comparison, bounds: Bounds) -> Iterator[Plot]:
         ("grad_norm", "gradient norm", "Gradient norm", "Global norm before clipping."),
         ("param_norm", "parameter norm", "Parameter norm", "Global norm after the update."),
         ("samples_per_s", "samples / s", "Throughput", "Over all devices, between two rows of the log."),
-        ("data_wait_share", "share of the time", "Waiting for data", "Time in which the devices had no batch."),
+        (
+            "data_wait_share",
+            "share of the time",
+            "Waiting for data",
+            "Share of the time in which the devices had no batch.",
+        ),
         ("device_memory_peak_gib", "GiB", "Device memory", "Highest use of one device so far."),
         ("host_memory_peak_gib", "GiB", "Host memory", "Highest resident memory of the training process so far."),
     ):
@@ -66,6 +72,8 @@ def _curves(comparison: Comparison, key: str, label: str, title: str, caption: s
         axes.set_yscale("log")
     elif key != "learning_rate" and values and min(values) >= 0 and key != "param_norm":
         axes.set_ylim(bottom=0)
+    if key == "data_wait_share":
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     return _finish(figure, axes, Plot(name=key, title=title, caption=caption, png=b""), label)
 
 

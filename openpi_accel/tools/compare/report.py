@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from openpi_accel.tools.compare.plots import Plot
-from openpi_accel.tools.compare.verdict import Comparison, largest, median
+from openpi_accel.tools.compare.verdict import WITHIN_CONTROL, Comparison, largest, median
 
 # The browser itself refuses anything from outside.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -24,7 +24,7 @@ td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
 code { font-size: 13px; }
 .verdict { padding: 12px 16px; border-radius: 6px; margin: 16px 0; font-weight: 600; }
 .pass { background: #e5f4e9; color: #14532d; } .fail { background: #fdeaea; color: #8c1d18; }
-td.pass, td.fail { background: none; font-weight: 600; }
+td.pass, td.fail { background: none; font-weight: 600; white-space: nowrap; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 16px; }
 figure { margin: 0; } figure img { width: 100%; height: auto; } figcaption { color: #4a525c; font-size: 13px; }
 .quiet { color: #4a525c; }
@@ -37,6 +37,8 @@ def html_report(comparison: Comparison, plots: Iterable[Plot]) -> str:
     """The page as text; it needs no network and no other file."""
     failed = [check for check in comparison.checks if not check.passed]
     summary = "The runs agree." if not failed else f"Not within the bounds: {', '.join(c.name for c in failed)}."
+    if failed and any(check.name == WITHIN_CONTROL and check.passed for check in comparison.checks):
+        summary += " The losses are no further apart than rounding alone drives this run."
     control = "" if comparison.control is None else _run_line("control", str(comparison.control.path))
     return f"""<!DOCTYPE html>
 <html lang="en">

@@ -15,6 +15,7 @@ _LATE_SHARE, _MIN_LATE = 10, 10
 # Runs that rounding alone drives apart are at a random distance from each other: A may be this many times further from
 # B than from the control.
 CONTROL_FACTOR = 2.0
+WITHIN_CONTROL = "within the control"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Difference:
 
     Attributes:
         mean, largest: of |a - b| over the steps (a window counts by its steps); None without a finite pair.
-        largest_at: step of the largest.
+        largest_at: step of the largest; None where nothing differs.
         largest_relative: of |a - b| over the larger of both.
         first_unequal: the first step whose bits differ, None where none does.
     """
@@ -181,8 +182,9 @@ def _difference(alignment: Alignment, name: str) -> Difference:
             continue
         apart = abs(x - y)
         total, weight = total + window.num_steps * apart, weight + window.num_steps
-        if largest is None or apart > largest:
-            largest, largest_at = apart, window.step
+        if apart > (largest or 0.0):
+            largest_at = window.step
+        largest = max(largest or 0.0, apart)
         largest_relative = max(largest_relative or 0.0, apart / max(abs(x), abs(y)) if apart else 0.0)
     return Difference(
         mean=total / weight if weight else None,
@@ -299,7 +301,7 @@ def _within_control(distance: Distance, control: Distance) -> Check:
     passed = ours is not None and theirs is not None and ours <= CONTROL_FACTOR * theirs
     times = f"{ours / theirs:.2f} times as far" if ours is not None and theirs else "no multiple of it"
     return Check(
-        name="within the control",
+        name=WITHIN_CONTROL,
         passed=passed,
         text=f"A and the control, which differs by rounding alone, are {_number(theirs)} apart in mean loss; A and B "
         f"{_number(ours)}, {times} (at most {CONTROL_FACTOR:g})",
