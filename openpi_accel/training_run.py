@@ -30,9 +30,11 @@ from openpi_accel.parallel.same_program import check_same, check_start, config_f
 from openpi_accel.parallel.shared_storage import check_shared_storage
 from openpi_accel.train.checkpoint import CheckpointStore, Position, check_settings
 from openpi_accel.train.disk_space import check_disk_space
+from openpi_accel.train.guard import Guard
 from openpi_accel.train.loop import RunResult, abstract_batch, compile_ahead, run
 from openpi_accel.train.memory import device_limit, require_memory, step_memory
 from openpi_accel.train.metrics import MetricsWriter, WandbSettings
+from openpi_accel.train.preemption import Preemption
 from openpi_accel.train.prefetch import LoadedBatch
 from openpi_accel.train.run_folder import (
     check_run_folder,
@@ -44,6 +46,7 @@ from openpi_accel.train.run_folder import (
     restore_replaced,
 )
 from openpi_accel.train.watch import LoopConfig
+from openpi_accel.train.watchdog import COMPILE
 from openpi_accel.types import TrainState
 
 _LESS_MEMORY = (
@@ -73,10 +76,19 @@ def run_folder_of(config: TrainConfig) -> pathlib.Path:
 def train(config: TrainConfig, acceleration: Acceleration, environment: Environment) -> RunResult:
     """Trains; on return every started save is complete.
 
+    Where there are several processes and this one fails, the others are told and end too; it must then be ended by
+    `peers.end_process`.
+
     Raises:
         UserError: anything that the user can mend. An older run that is overwritten is gone only once the new one has
             saved its first checkpoint.
+        OtherProcessEnded: another process has ended.
     """
+    with Guard(Preemption(config.grace_s, config.preempt_exit_code)) as guard:
+        return _train(config, acceleration, environment, guard)
+
+
+def _train(config: TrainConfig, acceleration: Acceleration, environment: Environment, guard: Guard) -> RunResult:
     main_process = jax.process_index() == 0
     say: Callable[..., None] = print if main_process else _silent
     check_start(config, acceleration)
@@ -118,7 +130,8 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     settings = {**training.settings, **meaning}
     if resume_from is not None:
         check_settings(folder / str(resume_from), settings)
-    step = _compile(config, data, training, mesh, say)
+    with guard.clock.doing(COMPILE):
+        step = _compile(config, data, training, mesh, say)
     fresh: TrainState | None = None
     if resume_from is None:
         fresh, weights = training.fresh_state()
@@ -154,7 +167,7 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
                 started = dataclasses.replace(with_absolute_paths(config), resume=False, overwrite=False)
                 _write_aside(folder / CONFIG_FILE, to_json(started))
                 _write_aside(folder / ENVIRONMENT_FILE, json.dumps(_surroundings(acceleration), indent=2) + "\n")
-            return _run(config, data, training, step, mesh, store, state, position, folder)
+            return _run(config, data, training, step, mesh, store, state, position, folder, guard)
         finally:
             store.close()
     except BaseException:
@@ -247,6 +260,7 @@ def _run(
     state: TrainState,
     position: Position | None,
     folder: pathlib.Path,
+    guard: Guard,
 ) -> RunResult:
     first_step = int(state.step)
     next_sample = first_step * config.batch_size
@@ -288,6 +302,7 @@ def _run(
                 validation=build_validation(data, mesh),
                 skipped=lambda: sorted(dict(loader.skipped).items()),  # a copy: its thread goes on
                 show=jax.process_index() == 0,
+                guard=guard,
             )
         finally:
             metrics.close()

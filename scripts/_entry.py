@@ -21,8 +21,8 @@ if sys.version_info < (3, 12) or importlib.util.find_spec("jax") is None:
     sys.exit(2)
 
 
-def run(main: Callable[[], int | None]) -> None:
+def run(main: Callable[[], int | None], end: Callable[[int], object] = sys.exit) -> None:
     """As openpi_accel.cli.run: a user's mistake becomes one message and exit code 2."""
     from openpi_accel import cli
 
-    cli.run(main)
+    cli.run(main, end)

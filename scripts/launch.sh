@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What run_baseline.sh, run_opt.sh and run_multinode.sh share; they set REPO and source this file.
 # shellcheck source=scripts/setup_env.sh
 source "$REPO/scripts/setup_env.sh"

@@ -12,6 +12,7 @@ from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.resumed import resume_command
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.distributed import initialize, tell_others
+from openpi_accel.parallel.peers import end_process
 
 
 def main() -> int:
@@ -35,8 +36,10 @@ def main() -> int:
     if jax.process_index() == 0:
         folder = run_folder_of(config)
         left = f"checkpoints, metrics.jsonl, loss_curve.png, first_batch.png in {folder}"
-        if result.exit_code:
-            print(f"stopped by a signal after {result.next_step} steps, saved; {left}")
+        if result.unsaved or result.exit_code:
+            how = f"stopped by SIGTERM after {result.next_step} steps: {result.unsaved}"
+            saved = f"stopped by a signal after {result.next_step} steps, saved"
+            print(f"{how if result.unsaved else saved}; {left}")
             command = resume_command(config, "scripts/train.py")
             print(f"go on with: {command} (or the launcher of before: RESUME=1 EXP_NAME={config.exp_name})")
         elif result.state is not None:  # else nothing was left to do, as was said
@@ -45,4 +48,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    _entry.run(main)
+    _entry.run(main, end_process)

@@ -1,4 +1,4 @@
-"""What all tests share: eight CPU devices, strict JAX, the folder ../shared and a browser where there are such.
+"""What all tests share: eight CPU devices, strict JAX, and the folder ../shared where it is there.
 
 The device count is set before JAX starts, so every test of the process sees the same eight CPU devices.
 """
@@ -6,6 +6,8 @@ The device count is set before JAX starts, so every test of the process sees the
 import os
 import pathlib
 import shutil
+import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,8 +26,34 @@ jax.config.update("jax_numpy_rank_promotion", "raise")  # a missing axis must no
 for name in [name for name in os.environ if name.startswith("OPENPI_")]:
     del os.environ[name]  # a switch in the developer's shell must not reach a test
 
+
+def as_two_nodes() -> list[str]:
+    """The words before a command that may then make networks and name hosts of its own."""
+    return ["unshare", "--net", "--uts", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+
+
+def can_make_two_nodes() -> bool:
+    """Whether this machine lets us; a container often does not."""
+    try_out = [
+        *as_two_nodes(),
+        "sh",
+        "-c",
+        "ip link add near type veth peer name far && mount --bind /etc/hosts /etc/hosts",
+    ]
+    try:
+        return subprocess.run(try_out, capture_output=True, timeout=60).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
 _DESELECTED = pytest.StashKey[dict[str, int]]()
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# Marker -> what its tests need, and whether that is there.
+_NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
+    "shared": ("../shared", SHARED.is_dir),
+    "namespaces": ("network namespaces", can_make_two_nodes),
+    "browser": ("a browser (chromium)", lambda: find_browser() is not None),
+}
 
 
 def find_browser() -> str | None:
@@ -34,18 +62,20 @@ def find_browser() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what needs ../shared or a browser where that is absent; in CI the absence of ../shared is an error."""
-    needed = {"shared": SHARED.is_dir(), "browser": find_browser() is not None}
-    absent = [marker for marker, there in needed.items() if not there]
-    wanting = {marker: [item for item in items if item.get_closest_marker(marker)] for marker in absent}
-    config.stash[_DESELECTED] = {marker: len(found) for marker, found in wanting.items()}
-    if wanting.get("shared") and os.environ.get("CI", "").lower() in ("1", "true"):
-        raise pytest.UsageError(
-            f"CI is set, but ../shared is absent, so {len(wanting['shared'])} tests could not run. Lay the folder "
-            "beside the clone, or unset CI to run without them."
-        )
-    config.hook.pytest_deselected(items=[item for found in wanting.values() for item in found])
-    items[:] = [item for item in items if not any(item.get_closest_marker(marker) for marker in absent)]
+    """Deselects what needs something that is not there; in CI the absence of ../shared is an error."""
+    config.stash[_DESELECTED] = {}
+    for marker, (_, is_there) in _NEEDS.items():
+        wanting = [item for item in items if item.get_closest_marker(marker)]
+        if not wanting or is_there():
+            continue
+        if marker == "shared" and os.environ.get("CI", "").lower() in ("1", "true"):
+            raise pytest.UsageError(
+                f"CI is set, but ../shared is absent, so {len(wanting)} tests could not run. Lay the folder beside the "
+                "clone, or unset CI to run without them."
+            )
+        config.stash[_DESELECTED][marker] = len(wanting)
+        config.hook.pytest_deselected(items=wanting)
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -61,14 +91,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says how many tests did not run for want of ../shared or of a browser."""
+    """Says how many tests did not run, and for want of what."""
     counts = config.stash.get(_DESELECTED, {})
-    for name, marker, there in (
-        ("../shared", "shared", SHARED.is_dir()),
-        ("a browser (chromium)", "browser", find_browser() is not None),
-    ):
-        state = "present" if there else "absent"
-        terminalreporter.write_line(f"{name} is {state}: {counts.get(marker, 0)} tests deselected for want of it")
+    for marker, (what, _) in _NEEDS.items():
+        terminalreporter.write_line(f"{counts.get(marker, 0)} tests deselected for want of {what}")
 
 
 @pytest.fixture(scope="session")

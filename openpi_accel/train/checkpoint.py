@@ -19,6 +19,8 @@ from openpi_accel.errors import UserError
 from openpi_accel.orbax_noise import keep_orbax_quiet
 from openpi_accel.train.checkpoint_tree import read_state, to_items
 from openpi_accel.train.run_folder import committed_steps, remove_leftovers
+from openpi_accel.train.save_time import SaveTimer
+from openpi_accel.train.tree_save import TreeSaveHandler
 from openpi_accel.types import TrainState
 
 MAX_TO_KEEP = 1
@@ -88,15 +90,25 @@ class CheckpointStore:
     ) -> None:
         keep_orbax_quiet()
         self._folder = folder.resolve()
+        self._timer = SaveTimer()
+        self._problem: Exception | None = None
         self._assets = dict(assets or {})
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as they will be read back
+        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        for item in ("params", "train_state"):
+            handlers.add(item, ocp.args.PyTreeSave, TreeSaveHandler(self._failed))
+        for item in ("assets", "resume"):
+            handlers.add(item, TextFiles, TextFilesHandler())
         self._manager = ocp.CheckpointManager(
             self._folder,
+            handler_registry=handlers,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=max_to_keep,
                 keep_period=keep_period,
                 create=True,
-                async_options=ocp.AsyncOptions(timeout_secs=_SAVE_TIMEOUT_S),
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=_SAVE_TIMEOUT_S, post_finalization_callback=self._timer.ended
+                ),
             ),
         )
 
@@ -105,12 +117,19 @@ class CheckpointStore:
         """The run folder."""
         return self._folder
 
+    @property
+    def timer(self) -> SaveTimer:
+        """How long saves take."""
+        return self._timer
+
     def save(self, loop_index: int, state: TrainState, position: Position) -> None:
         """Starts to write a checkpoint and returns once `state` may be donated; waits for the previous one first.
 
         Raises:
             UserError: this save or the previous one could not be written; the older checkpoint is still there.
         """
+        self.wait()
+        self._timer.began(loop_index)
         params, train_state = to_items(state)
         resume = {"position": dataclasses.asdict(position), "settings": self._settings}
         try:
@@ -129,6 +148,13 @@ class CheckpointStore:
     def is_complete(self, loop_index: int) -> bool:
         """Whether that checkpoint is in place, whole; a look at the folder, which does not wait."""
         return (self._folder / str(loop_index) / "params").is_dir()
+
+    def problem(self) -> UserError | None:
+        """Why this process could not write its part of a save; nothing is waited for."""
+        return None if self._problem is None else self._save_failed(self._problem)
+
+    def _failed(self, error: Exception) -> None:
+        self._problem = error
 
     def wait(self) -> None:
         """Blocks until the last save is complete.
@@ -166,7 +192,9 @@ class CheckpointStore:
             )
         position, _ = _read_resume(folder)
         check_settings(folder, self._settings)
-        return read_state(folder, target), position
+        state = read_state(folder, target)
+        self._timer.committed = loop_index
+        return state, position
 
     def _save_failed(self, error: Exception) -> UserError:
         """Frees the space of the failed save and says what is still there."""
