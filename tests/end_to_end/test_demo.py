@@ -42,6 +42,13 @@ def test_it_runs_and_says_where_everything_is(runs):
     assert "statistics: wrote" in first.stdout
 
 
+def test_the_run_ends_with_how_fast_it_was(runs):
+    _, first, second = runs
+    for done, steps in ((first, 6), (second, 3)):
+        summary = next(line for line in done.stdout.splitlines() if line.startswith(f"{steps} steps: median "))
+        assert "samples/s" in summary and "waiting for data" in summary and "GiB of this process" in summary
+
+
 def test_resuming_continues_the_run(runs):
     folder, _, second = runs
     run = folder / "checkpoints" / "pi05_demo" / "short"
