@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from openpi_accel.build.data import Data, build_data
+from openpi_accel.build.mixture import Mixture, build_mixture
 from openpi_accel.build.training import build_training
 from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.environment import Environment
@@ -81,13 +82,13 @@ def measure(
     """Compiles the programs, times them alone and the loop as it runs, and what the switches do."""
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
-    data: Data | None = None
+    data: Data | Mixture | None = None
     if own.random:
         host_batch = random_batch(config, acceleration.skip_images)
     else:
         if config.name == demo.CONFIG_NAME and config.data.path is None:
             config, _ = demo.prepare(config, Console(stderr=True, highlight=False))
-        data = build_data(config, acceleration, environment)
+        data = _open(config, acceleration, environment)
         config = data.config
         with data.loader() as loader:
             host_batch = next(loader).batch
@@ -116,7 +117,9 @@ def measure(
         settings={
             "config": config.name,
             "batch_size": config.batch_size,
-            "data": "random, on the devices" if data is None else str(data.source.dataset.root),
+            "data": "random, on the devices"
+            if data is None
+            else [str(part.source.dataset.root) for part in data.datasets],
             "cameras": list(host_batch.observation.images),
             "prompt_tokens": config.model.max_token_len,
             "dtype": config.model.dtype,
@@ -147,7 +150,12 @@ def measure(
     )
 
 
-def _loop(data: Data | None, programs: Programs, batch: Any, mesh: Mesh, num_steps: int) -> LoopTimes:
+def _open(config: TrainConfig, acceleration: Acceleration, environment: Environment) -> Data | Mixture:
+    build = build_data if config.data.mixture is None else build_mixture
+    return build(config, acceleration, environment)
+
+
+def _loop(data: Data | Mixture | None, programs: Programs, batch: Any, mesh: Mesh, num_steps: int) -> LoopTimes:
     if data is None:
         return time_loop(programs.run_step, lambda _: (batch, 0.0), num_steps)
     with real_batches(data, batch_sharding(mesh)) as next_batch:
@@ -173,7 +181,7 @@ def _effects(
     environment: Environment,
     mesh: Mesh,
     programs: Programs,
-    data: Data | None,
+    data: Data | Mixture | None,
     host_batch: Any,
     own: argparse.Namespace,
     say: Callable[..., object],
@@ -181,7 +189,10 @@ def _effects(
     if own.measure_switches:
         effects = list(measure_step_switches(config, acceleration, mesh, programs, host_batch, own.repeats, say))
         if data is not None:
-            effects += measure_data_switches(data, acceleration, environment, own.steps, say)
+            opened = data.config
+            effects += measure_data_switches(
+                data, acceleration, lambda other: _open(opened, other, environment), own.steps, say
+            )
         return effects
     effects = [
         Effect(switch=entry.switch, what=entry.candidate, part="step")

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from openpi_accel.build.data import Data
+from openpi_accel.build.mixture import Mixture
 from openpi_accel.tools.profile.programs import median
 from openpi_accel.train.prefetch import DevicePrefetcher, to_devices
 
@@ -27,7 +28,7 @@ class LoopTimes:
     wait_s: float
 
 
-def time_loader(data: Data, num_batches: int) -> float:
+def time_loader(data: Data | Mixture, num_batches: int) -> float:
     """Seconds per batch of the loader alone, with nothing else running, once its batches made ahead are used up."""
     ahead = data.config.data.prefetch_batches + data.config.num_workers + 1
     with data.loader() as loader:
@@ -50,7 +51,9 @@ def time_transfer(host_batch: Any, sharding: NamedSharding) -> float:
 
 
 @contextlib.contextmanager
-def real_batches(data: Data, sharding: NamedSharding) -> Iterator[Callable[[Callable[[], object]], tuple[Any, float]]]:
+def real_batches(
+    data: Data | Mixture, sharding: NamedSharding
+) -> Iterator[Callable[[Callable[[], object]], tuple[Any, float]]]:
     """The loader behind the prefetcher, as training has them.
 
     Yields:

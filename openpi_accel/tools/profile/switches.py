@@ -8,9 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from openpi_accel.accel.catalog import CATALOG, Entry, switched_on
-from openpi_accel.build.data import Data, build_data
+from openpi_accel.build.data import Data
+from openpi_accel.build.mixture import Mixture
 from openpi_accel.build.training import build_training
-from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.parallel.sharding import batch_sharding
@@ -125,12 +125,16 @@ def _without(batch: Any, slots: tuple[str, ...]) -> Any:
 
 
 def measure_data_switches(
-    data: Data, acceleration: Acceleration, environment: Environment, num_batches: int, say: Callable[[str], object]
+    data: Data | Mixture,
+    acceleration: Acceleration,
+    rebuild: Callable[[Acceleration], Data | Mixture],
+    num_batches: int,
+    say: Callable[[str], object],
 ) -> Iterator[Effect]:
     """Yields every missing switch of the data plane with its effect on the loader alone."""
     for switch, what in missing_data_switches(acceleration):
         say(f"measuring {switch}")
         before_s = time_loader(data, num_batches)
-        other = build_data(data.config, _with_data_switch(acceleration, switch), environment)
+        other = rebuild(_with_data_switch(acceleration, switch))
         after_s = time_loader(other, num_batches)
         yield Effect(switch=switch, what=what, part="loader", before_s=before_s, after_s=after_s)
