@@ -15,6 +15,8 @@ from openpi_accel.build.mixture import Mixture
 from openpi_accel.tools.profile.programs import median
 from openpi_accel.train.prefetch import DevicePrefetcher, to_devices
 
+NextBatch = Callable[[Callable[[], object]], tuple[Any, float]]
+"""finish_step -> (batch on the devices, seconds that they waited for it); finish_step blocks until they are idle."""
 _NUM_TRANSFERS = 5
 _NUM_WARMUP = 2
 
@@ -51,14 +53,8 @@ def time_transfer(host_batch: Any, sharding: NamedSharding) -> float:
 
 
 @contextlib.contextmanager
-def real_batches(
-    data: Data | Mixture, sharding: NamedSharding
-) -> Iterator[Callable[[Callable[[], object]], tuple[Any, float]]]:
-    """The loader behind the prefetcher, as training has them.
-
-    Yields:
-        finish_step -> (batch on the devices, seconds that they waited for it).
-    """
+def real_batches(data: Data | Mixture, sharding: NamedSharding) -> Iterator[NextBatch]:
+    """The loader behind the prefetcher, as training has them."""
     with data.loader() as loader:
         prefetcher = DevicePrefetcher(loader, sharding)
 
@@ -73,14 +69,12 @@ def real_batches(
             prefetcher.close()
 
 
-def time_loop(
-    run_step: Callable[[Any], Any], next_batch: Callable[[Callable[[], object]], tuple[Any, float]], num_steps: int
-) -> LoopTimes:
+def time_loop(run_step: Callable[[Any], Any], next_batch: NextBatch, num_steps: int) -> LoopTimes:
     """Steps with one in flight, as the training loop keeps them.
 
     Args:
         run_step: batch -> metrics.
-        next_batch: see `real_batches`.
+        next_batch: gives the next one.
         num_steps: timed ones.
     """
     flight: deque[Any] = deque()
