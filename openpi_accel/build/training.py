@@ -127,8 +127,16 @@ class Training:
         return self._fresh(loaded=loaded), report
 
 
-def build_training(config: TrainConfig, acceleration: Acceleration, mesh: Mesh) -> Training:
+def build_training(
+    config: TrainConfig, acceleration: Acceleration, mesh: Mesh, chosen: Ops | None = None
+) -> Training:
     """The step and the state's shapes; computes nothing on a device but keys, and times attention where asked to.
+
+    Args:
+        config: with a fixed prompt length.
+        acceleration: what is switched on.
+        mesh: the devices.
+        chosen: the model's units, in place of those that `build_ops` chooses for these devices.
 
     Raises:
         UserError: the freeze filter does not fit the model, or a drop-in cannot run on these devices.
@@ -141,7 +149,7 @@ def build_training(config: TrainConfig, acceleration: Acceleration, mesh: Mesh) 
     tx: optax.GradientTransformation = make_optimizer(config.optimizer, schedule)
     abstract = abstract_state(make_params, tx, is_trainable, config.ema_decay, mesh)
     train_rng, init_rng = jax.random.split(jax.random.key(config.seed))
-    ops, notes = build_ops(config, acceleration)
+    ops, notes = build_ops(config, acceleration) if chosen is None else (chosen, ())
     loss_fn, value_and_grad = build_loss(arch, ops, acceleration, config.num_microbatches)
     return Training(
         step=make_train_step(loss_fn, tx, schedule, is_trainable, config.ema_decay, value_and_grad),
