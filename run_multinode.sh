@@ -26,6 +26,10 @@ TEXT
     exit 0
 fi
 
+tell_others() { # why this node does not start, so that they need not wait for it
+    "$PYTHON" "$REPO/scripts/check_nodes.py" --tell-others "$1" >&2 || true
+}
+
 preflight() { # training's options; a start that cannot work ends here, on the node whose fault it is
     local status=0
     if [[ -n ${OPENPI_DOCTOR:-} ]] && ! switch_is_on OPENPI_DOCTOR; then return 0; fi
@@ -35,9 +39,14 @@ preflight() { # training's options; a start that cannot work ends here, on the n
         0) ;;
         1)
             say "this node is not ready, see above. Mend it, or start all the same with OPENPI_DOCTOR=0."
+            tell_others "a look at it found what must be mended first; its own log says what."
             exit 2
             ;;
-        2 | 130) exit "$status" ;; # wrong options, Ctrl-C
+        2)
+            tell_others "its command line was not understood; its own log says why."
+            exit 2
+            ;;
+        130) exit "$status" ;; # Ctrl-C
         *) say "scripts/doctor.py itself ended with exit code $status; going on without it" ;;
     esac
 }
@@ -46,6 +55,6 @@ choose_config "$@"
 [[ $CONFIG != pi05_demo ]] || fail "pi05_demo makes its own data and runs on one node: bash run_opt.sh pi05_demo"
 CUDA_SET=$(cuda_set)
 ensure_python "${CUDA_SET:-cpu}"
-PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" "$REPO/scripts/check_nodes.py"
+"$PYTHON" "$REPO/scripts/check_nodes.py"
 acceleration
 launch opt "${ACCELERATED[@]}"

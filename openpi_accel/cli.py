@@ -1,32 +1,24 @@
 """What every entry script shares."""
 
-import errno
+import contextlib
 import sys
+import traceback
 from collections.abc import Callable
 
-from openpi_accel.errors import UserError
-
-# What the user can mend about a file or folder, wherever it is met.
-_MENDABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR)
+from openpi_accel.errors import told
 
 
-def run(main: Callable[[], int | None]) -> None:
-    """Runs an entry point: a UserError or an unusable path becomes one message and exit code 2, Ctrl-C 130."""
+def run(main: Callable[[], int | None], end: Callable[[int], object] = sys.exit) -> None:
+    """Runs an entry point: an error that the user can mend is one message (`errors.told`), any other a traceback.
+
+    Args:
+        main: gives the exit code; None is 0.
+        end: ends the process with a code; for scripts that may be one of several processes.
+    """
     try:
         code = main() or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = 2
-    except OSError as error:
-        if error.errno not in _MENDABLE or error.filename is None:
-            raise
-        print(
-            f"error: {error.filename}: {error.strerror}. Choose another folder, or mend its permissions or space.",
-            file=sys.stderr,
-            flush=True,
-        )
-        code = 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        code = 130
-    sys.exit(code)
+    except (Exception, KeyboardInterrupt) as error:
+        message, code = told(error)
+        with contextlib.suppress(OSError):  # the log may lie on a full disk
+            print(message or traceback.format_exc(), file=sys.stderr, flush=True)
+    end(code)

@@ -1,4 +1,6 @@
-"""The one exception that means "the user can mend this"."""
+"""The errors that are told in one message, and what each kind means for the process."""
+
+import errno
 
 
 class UserError(ValueError):
@@ -6,3 +8,38 @@ class UserError(ValueError):
 
     The text says what is wrong and what to do about it, with the command that mends it where there is one.
     """
+
+
+class OtherProcessEnded(Exception):
+    """Another process of the run has ended, so that this one cannot go on; its text says which one and why.
+
+    Attributes:
+        exit_code: what this process ends with.
+    """
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+# What the user can mend about a file or folder, wherever it is met.
+_MENDABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR)
+
+
+def told(error: BaseException) -> tuple[str | None, int]:
+    """(one message, exit code) of an error; no message where only a traceback helps.
+
+    2 is a mistake to mend, 130 Ctrl-C, 1 anything unforeseen.
+    """
+    if isinstance(error, UserError):
+        return f"error: {error}", 2
+    if isinstance(error, OtherProcessEnded):
+        return f"error: {error}", error.exit_code
+    if isinstance(error, OSError) and error.errno in _MENDABLE and error.filename is not None:
+        return (
+            f"error: {error.filename}: {error.strerror}. Choose another folder, or mend its permissions or space.",
+            2,
+        )
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    return None, 1

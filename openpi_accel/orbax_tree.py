@@ -11,6 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from openpi_accel.errors import UserError
+from openpi_accel.orbax_noise import keep_orbax_quiet
 
 # Bounds the host memory of a restore. It must exceed the largest leaf (4.5 GiB, the stacked MLP of Gemma 2B).
 _RESTORE_CONCURRENT_GB = 16
@@ -38,6 +39,7 @@ def read_leaves(folder: pathlib.Path, targets: Mapping[str, jax.ShapeDtypeStruct
     Raises:
         UserError: the folder is damaged.
     """
+    keep_orbax_quiet()
     metadata = _metadata(folder)
     paths, treedef = _flatten_with_path(metadata)
     item = jax.tree.unflatten(treedef, [targets.get(path, ocp.PLACEHOLDER) for path in paths])

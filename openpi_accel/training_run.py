@@ -13,24 +13,29 @@ import jax
 import numpy as np
 
 from openpi_accel.build.data import Data, build_data
+from openpi_accel.build.files import base_weights, require_files
 from openpi_accel.build.training import Training, build_training
 from openpi_accel.build.validation import build_validation
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
+from openpi_accel.config.resumed import changed_options, with_absolute_paths
 from openpi_accel.config.schema import TrainConfig
-from openpi_accel.config.serialize import to_json
+from openpi_accel.config.serialize import CONFIG_FILE, to_json
 from openpi_accel.errors import UserError
 from openpi_accel.models.freeze import format_counts
-from openpi_accel.models.weights import WeightsReport, base_weights_fingerprint, find_params_folder
+from openpi_accel.models.weights import WeightsReport, base_weights_fingerprint
 from openpi_accel.parallel.exchange import together
 from openpi_accel.parallel.mesh import check_batch_size, make_mesh
 from openpi_accel.parallel.same_program import check_same, check_start, config_fields
 from openpi_accel.parallel.shared_storage import check_shared_storage
 from openpi_accel.train.checkpoint import CheckpointStore, Position, check_settings
 from openpi_accel.train.disk_space import check_disk_space
+from openpi_accel.train.guard import Guard
 from openpi_accel.train.loop import RunResult, abstract_batch, compile_ahead, run
 from openpi_accel.train.memory import device_limit, require_memory, step_memory
 from openpi_accel.train.metrics import MetricsWriter, WandbSettings
+from openpi_accel.train.preemption import Preemption
+from openpi_accel.train.prefetch import LoadedBatch
 from openpi_accel.train.run_folder import (
     check_run_folder,
     committed_steps,
@@ -41,9 +46,9 @@ from openpi_accel.train.run_folder import (
     restore_replaced,
 )
 from openpi_accel.train.watch import LoopConfig
-from openpi_accel.types import Batch, TrainState
+from openpi_accel.train.watchdog import COMPILE
+from openpi_accel.types import TrainState
 
-CONFIG_FILE = "config.json"
 _LESS_MEMORY = (
     "--remat.gemma full --remat.siglip full",
     "adapters: --model.paligemma-variant gemma_2b_lora --model.action-expert-variant gemma_300m_lora --ema-decay None",
@@ -71,10 +76,19 @@ def run_folder_of(config: TrainConfig) -> pathlib.Path:
 def train(config: TrainConfig, acceleration: Acceleration, environment: Environment) -> RunResult:
     """Trains; on return every started save is complete.
 
+    Where there are several processes and this one fails, the others are told and end too; it must then be ended by
+    `peers.end_process`.
+
     Raises:
         UserError: anything that the user can mend. An older run that is overwritten is gone only once the new one has
             saved its first checkpoint.
+        OtherProcessEnded: another process has ended.
     """
+    with Guard(Preemption(config.grace_s, config.preempt_exit_code)) as guard:
+        return _train(config, acceleration, environment, guard)
+
+
+def _train(config: TrainConfig, acceleration: Acceleration, environment: Environment, guard: Guard) -> RunResult:
     main_process = jax.process_index() == 0
     say: Callable[..., None] = print if main_process else _silent
     check_start(config, acceleration)
@@ -83,14 +97,15 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     resume_from = check_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
     if resume_from is not None and resume_from + 1 >= config.num_train_steps:
         say(
-            f"nothing left to do: {folder} has done {resume_from + 1} steps, and --num-train-steps is "
-            f"{config.num_train_steps}. Raise it to go on."
+            f"nothing left to train: {folder} has all of its {resume_from + 1} steps (--num-train-steps is "
+            f"{config.num_train_steps}; raise it to go on)."
         )
         return RunResult(state=None, next_step=resume_from + 1, exit_code=0)
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
 
     def find_and_open() -> Data:
+        require_files(config, environment, weights=resume_from is None)
         local = _with_local_weights(config, environment) if resume_from is None else config
         return build_data(local, acceleration, environment)
 
@@ -115,7 +130,8 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
     settings = {**training.settings, **meaning}
     if resume_from is not None:
         check_settings(folder / str(resume_from), settings)
-    step = _compile(config, data, training, mesh, say)
+    with guard.clock.doing(COMPILE):
+        step = _compile(config, data, training, mesh, say)
     fresh: TrainState | None = None
     if resume_from is None:
         fresh, weights = training.fresh_state()
@@ -142,11 +158,15 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
             state, position = fresh, None
             if resume_from is not None:
                 state, position = store.restore(resume_from, training.abstract)
-                say(f"resumed {folder} after step {resume_from}")
+                by = f", with the options in its {CONFIG_FILE}" if (folder / CONFIG_FILE).is_file() else ""
+                say(f"resumed {folder} after step {resume_from}{by}")
+                if changed := changed_options(folder / CONFIG_FILE, config):
+                    say(f"  but for: {', '.join(changed)}")
             assert state is not None
             if main_process:
-                _write_aside(folder / CONFIG_FILE, to_json(dataclasses.replace(config, resume=False, overwrite=False)))
-            return _run(config, data, training, step, mesh, store, state, position, folder)
+                started = dataclasses.replace(with_absolute_paths(config), resume=False, overwrite=False)
+                _write_aside(folder / CONFIG_FILE, to_json(started))
+            return _run(config, data, training, step, mesh, store, state, position, folder, guard)
         finally:
             store.close()
     except BaseException:
@@ -159,11 +179,10 @@ def train(config: TrainConfig, acceleration: Acceleration, environment: Environm
 
 def _with_local_weights(config: TrainConfig, environment: Environment) -> TrainConfig:
     """The config with the folder of its base weights, which must be there."""
-    path = config.weight_loader.params_path
-    if path is None:
+    found = base_weights(config, environment)
+    if found is None:
         return config
-    found = str(find_params_folder(path, environment.openpi_data_home))
-    return dataclasses.replace(config, weight_loader=dataclasses.replace(config.weight_loader, params_path=found))
+    return dataclasses.replace(config, weight_loader=dataclasses.replace(config.weight_loader, params_path=str(found)))
 
 
 def _meaning(data: Data) -> dict[str, Any]:
@@ -240,6 +259,7 @@ def _run(
     state: TrainState,
     position: Position | None,
     folder: pathlib.Path,
+    guard: Guard,
 ) -> RunResult:
     first_step = int(state.step)
     next_sample = first_step * config.batch_size
@@ -253,8 +273,14 @@ def _run(
         enabled=jax.process_index() == 0,
     )
 
-    def save_pictures(batch: Batch) -> None:
-        metrics.save_images({slot: np.asarray(image) for slot, image in batch.observation.images.items()})
+    def save_pictures(loaded: LoadedBatch) -> None:
+        feeds = data.config.data.cameras.as_dict()
+        images = {
+            f"{slot} <- {feeds.get(slot, 'nothing (masked)')}": np.asarray(image)
+            for slot, image in loaded.batch.observation.images.items()
+        }
+        # This process's share is the first part of the ids where pictures are written, in process 0.
+        metrics.save_images(images, data.captions(loaded.sample_ids[: len(loaded.batch.actions)], loader.skipped))
 
     skipped = {int(sample): why for sample, why in position.skipped} if position is not None else {}
     with data.loader(start_sample=next_sample, skipped=skipped) as loader:
@@ -275,6 +301,7 @@ def _run(
                 validation=build_validation(data, mesh),
                 skipped=lambda: sorted(dict(loader.skipped).items()),  # a copy: its thread goes on
                 show=jax.process_index() == 0,
+                guard=guard,
             )
         finally:
             metrics.close()

@@ -16,9 +16,9 @@ import os
 import pathlib
 import sys
 
+import _entry
 import jax
 
-from openpi_accel import cli
 from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.tools import ablate
@@ -68,4 +68,4 @@ def run_ablation(own: argparse.Namespace, rest: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    _entry.run(main)

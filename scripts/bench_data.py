@@ -3,8 +3,9 @@
 import os
 import sys
 
-from openpi_accel.cli import run
+import _entry
+
 from openpi_accel.tools.bench_data import main
 
 if __name__ == "__main__":
-    run(lambda: main(sys.argv[1:], os.environ))
+    _entry.run(lambda: main(sys.argv[1:], os.environ))

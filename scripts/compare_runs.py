@@ -9,7 +9,8 @@ import json
 import pathlib
 import sys
 
-from openpi_accel import cli
+import _entry
+
 from openpi_accel.tools.compare_runs import compare_runs
 
 
@@ -32,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    _entry.run(main)

@@ -3,10 +3,11 @@
 import os
 import sys
 
-from openpi_accel.cli import run
+import _entry
+
 from openpi_accel.tools.doctor.command import main
 
 if __name__ == "__main__":
     # A look must not take the whole GPU from whoever computes there.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    run(lambda: main(sys.argv[1:], os.environ))
+    _entry.run(lambda: main(sys.argv[1:], os.environ))

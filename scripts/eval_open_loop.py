@@ -3,11 +3,11 @@
 import os
 import sys
 
+import _entry
 import jax
 
-from openpi_accel.cli import run
 from openpi_accel.tools.eval_open_loop import main
 
 if __name__ == "__main__":
     jax.config.update("jax_threefry_partitionable", True)
-    run(lambda: main(sys.argv[1:], os.environ))
+    _entry.run(lambda: main(sys.argv[1:], os.environ))

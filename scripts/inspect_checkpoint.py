@@ -2,8 +2,9 @@
 
 import sys
 
-from openpi_accel.cli import run
+import _entry
+
 from openpi_accel.tools.inspect_checkpoint import main
 
 if __name__ == "__main__":
-    run(lambda: main(sys.argv[1:]))
+    _entry.run(lambda: main(sys.argv[1:]))

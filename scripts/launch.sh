@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What run_baseline.sh, run_opt.sh and run_multinode.sh share; they set REPO and source this file.
 # shellcheck source=scripts/setup_env.sh
 source "$REPO/scripts/setup_env.sh"
@@ -12,7 +13,7 @@ common_usage() {
 
 Environment:
   EXP_NAME               name of the run; its folder is checkpoints/CONFIG/EXP_NAME
-  RESUME=1               continue the run of that name; otherwise it is started anew, over what is there
+  RESUME=1               continue the run of that name, with its own options where you give none; otherwise it is started anew, over what is there
   SAVE_INTERVAL          save every so many steps (the last step is always saved)
   DATA_PATH              LeRobot dataset folder
   BASE_CHECKPOINT_PATH   base weights, …/pi05_base/params
@@ -30,6 +31,17 @@ choose_config() { # the arguments; sets CONFIG and REST
 }
 
 wants_help() { (($# == 1)) && [[ $1 == -h || $1 == --help ]]; }
+
+option_value() { # option name -> the last value that the user gave it
+    local i value=
+    for ((i = 0; i < ${#REST[@]}; i++)); do
+        case ${REST[i]} in
+            "$1="*) value=${REST[i]#*=} ;;
+            "$1") value=${REST[i + 1]:-} ;;
+        esac
+    done
+    echo "$value"
+}
 
 given() { # option name -> whether the user gave it
     local argument
@@ -70,6 +82,7 @@ acceleration() { # sets ACCELERATED and the environment of the accelerations tha
         shown+=" $name=${!name}"
     done
     shown+=" ${ACCELERATED[*]}"
+    [[ -n $CUDA_SET ]] && shown+=" JAX_COMPILATION_CACHE_DIR=$JAX_COMPILATION_CACHE_DIR"
     if switch_is_on OPENPI_STRICT_EQUIV; then
         shown+="; XLA's defaults (OPENPI_STRICT_EQUIV)"
     elif [[ -n $CUDA_SET ]]; then
@@ -85,6 +98,14 @@ launch() { # suffix of the default experiment name, then the launcher's own opti
     shift
     EXP_NAME=${EXP_NAME:-${CONFIG}_$suffix}
     options=("--exp-name=$EXP_NAME" "$@")
+    local saved assets=("--assets-base-dir=$REPO/assets")
+    saved=$(option_value --checkpoint-base-dir)
+    saved=${saved:-$REPO/checkpoints}/$CONFIG/$EXP_NAME/config.json
+    if { switch_is_on RESUME || given --resume; } && [[ -f $saved ]]; then
+        options=("--exp-name=$EXP_NAME") # the run goes on as it was, also where it was started with other settings
+        say "resuming with the options in $saved${*:+, in place of: $*}"
+        assets=() # its own
+    fi
     if switch_is_on RESUME; then
         given --overwrite && fail "RESUME=1 and --overwrite exclude each other: choose whether to continue or to start anew."
         options+=(--resume)
@@ -98,7 +119,7 @@ launch() { # suffix of the default experiment name, then the launcher's own opti
     [[ -n ${DATA_PATH:-} ]] && options+=("--data.path=$DATA_PATH")
     [[ -n ${BASE_CHECKPOINT_PATH:-} ]] && options+=("--weight-loader.params-path=$BASE_CHECKPOINT_PATH")
     # A run is found again from wherever it is started.
-    [[ $PWD -ef $REPO ]] || options+=("--assets-base-dir=$REPO/assets" "--checkpoint-base-dir=$REPO/checkpoints")
+    [[ $PWD -ef $REPO ]] || options+=("${assets[@]}" "--checkpoint-base-dir=$REPO/checkpoints")
     [[ $CONFIG == pi05_demo ]] && script=demo.py # writes the dataset, trains by the same code, evaluates
     ensure_python "${CUDA_SET:-cpu}"
     export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"

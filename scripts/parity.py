@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 import json
 
+import _entry
 import jax
 
-from openpi_accel import cli
 from openpi_accel.errors import UserError
 from openpi_accel.tools.golden import load_golden
 from openpi_accel.tools.parity import GROUPS, GroupResult, Parity
@@ -58,4 +58,4 @@ def _line(r: GroupResult) -> str:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    _entry.run(main)

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Finds or makes the Python environment. Sourced by the launchers and run_tests.sh, which set REPO, the project's root.
 # Nothing here changes the caller's folder. What people may read goes to stderr.
 
@@ -85,8 +86,9 @@ make_venv() { # folder, condition on `v`, the version that uv fetches where the 
     local python
     python=$(find_python "$2") || {
         say "no Python $3 on this machine; asking uv for one"
-        "$UV" python install --quiet "$3" >&2 && python=$("$UV" python find --managed-python "$3") ||
+        if ! { "$UV" python install --quiet "$3" >&2 && python=$("$UV" python find --managed-python "$3"); }; then
             fail "no Python $3 was found on this machine, and uv could not fetch one. Install it (for example: apt install python$3), or set OPENPI_PYTHON to a Python that has the packages."
+        fi
     }
     "$UV" venv --quiet --clear --python "$python" "$1" >&2 || fail "$python could not make a virtual environment in $1."
 }

@@ -3,19 +3,29 @@
 import os
 import sys
 
+import _entry
 import jax
 
-from openpi_accel import cli
 from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
-from openpi_accel.parallel.distributed import initialize
+from openpi_accel.config.resumed import resume_command
+from openpi_accel.errors import UserError
+from openpi_accel.parallel.distributed import initialize, tell_others
+from openpi_accel.parallel.peers import end_process
 
 
 def main() -> int:
     """Reads command line and environment, trains; the exit code of the run."""
-    config = parse_train_config(sys.argv[1:], prog="python scripts/train.py", description="Trains a policy.")
-    acceleration = Acceleration.from_env(os.environ)
+    try:
+        config = parse_train_config(sys.argv[1:], prog="python scripts/train.py", description="Trains a policy.")
+        acceleration = Acceleration.from_env(os.environ)
+    except (UserError, SystemExit) as error:
+        if isinstance(error, UserError):
+            tell_others(os.environ, str(error))
+        elif error.code:
+            tell_others(os.environ, "its command line was not understood; its own log says why.")
+        raise
     initialize(os.environ)
     # Upstream's random numbers; other values of this setting give other ones.
     jax.config.update("jax_threefry_partitionable", True)
@@ -26,12 +36,16 @@ def main() -> int:
     if jax.process_index() == 0:
         folder = run_folder_of(config)
         left = f"checkpoints, metrics.jsonl, loss_curve.png, first_batch.png in {folder}"
-        if result.exit_code:
-            print(f"stopped by a signal after {result.next_step} steps, saved; go on with --resume (RESUME=1); {left}")
-        else:
+        if result.unsaved or result.exit_code:
+            how = f"stopped by SIGTERM after {result.next_step} steps: {result.unsaved}"
+            saved = f"stopped by a signal after {result.next_step} steps, saved"
+            print(f"{how if result.unsaved else saved}; {left}")
+            command = resume_command(config, "scripts/train.py")
+            print(f"go on with: {command} (or the launcher of before: RESUME=1 EXP_NAME={config.exp_name})")
+        elif result.state is not None:  # else nothing was left to do, as was said
             print(f"done: {result.next_step} steps; {left}")
     return result.exit_code
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    _entry.run(main, end_process)

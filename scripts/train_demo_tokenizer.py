@@ -14,9 +14,8 @@ import pathlib
 import random
 import sys
 
+import _entry
 import sentencepiece
-
-from openpi_accel.cli import run
 
 VOCAB_SIZE = 512
 DEFAULT_OUT = pathlib.Path(__file__).resolve().parent.parent / "assets" / "demo" / "tokenizer.model"
@@ -86,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    _entry.run(main)

@@ -16,12 +16,14 @@ PACKAGE = "openpi_accel"
 MAX_LINES = 400
 
 # Room -> the rooms it may import besides itself. A room is a folder or a single module of the package.
-BASE = {"errors", "types", "tree", "orbax_tree"}
+BASE = {"errors", "types", "tree", "orbax_tree", "orbax_noise", "sizes"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "tree": {"errors", "types"},
-    "orbax_tree": {"errors", "types", "tree"},
+    "sizes": set(),
+    "orbax_noise": set(),
+    "orbax_tree": {"errors", "types", "tree", "orbax_noise"},
     "cli": {"errors"},
     "config": {"errors"},
     "models": BASE | {"config"},

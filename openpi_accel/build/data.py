@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import numpy as np
 
+from openpi_accel.build.files import FileOptions, require_files
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
@@ -105,6 +106,16 @@ class Data:
             for _ in range(min(self.config.val_batches, -(-len(rows) // size))):
                 yield next(loader).batch
 
+    def captions(self, ids: np.ndarray, skipped: Mapping[int, str]) -> list[str]:
+        """For people: dataset row, episode, frame and task of each sample, by position among the rows in use."""
+        dataset, rows = self.source.dataset, self.rows[ids]
+        return [
+            "in place of a damaged sample"
+            if int(sample) in skipped
+            else f"row {row}: {name_rows(dataset, rows[i : i + 1])}\n{prompt}"
+            for i, (sample, row, prompt) in enumerate(zip(ids, rows, self.source.prompts(rows), strict=True))
+        ]
+
     def _describe(self, ids: np.ndarray) -> str:
         return f"{self.source.dataset.root}, {name_rows(self.source.dataset, self.rows[ids])}"
 
@@ -141,6 +152,7 @@ def build_source(
     *,
     norm_stats_file: pathlib.Path | None = None,
     norm_stats: Callable[[int, int], NormStats] | None = None,
+    options: FileOptions | None = None,
 ) -> tuple[TrainConfig, BatchSource]:
     """Opens the dataset and what belongs to it, and settles what the data decides (mapping, prompt length).
 
@@ -150,10 +162,12 @@ def build_source(
         environment: where files are looked for.
         norm_stats_file: None is the assets folder's.
         norm_stats: (state dimensions, action dimensions) -> the statistics, instead of a file's.
+        options: where the tool's user says where files are, for messages; None is training's.
 
     Raises:
         UserError: something is missing or does not fit; says what to do.
     """
+    require_files(config, environment, options=options, norm_stats_file=norm_stats_file, statistics=norm_stats is None)
     dataset = open_dataset(find_dataset(config.data.repo_id, config.data.path, environment))
     mapping = resolve_mapping(config.data, dataset)
     tokenizer = functools.partial(

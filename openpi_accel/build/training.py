@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from openpi_accel.accel import choose
 from openpi_accel.accel.cast import cast_weights_early
 from openpi_accel.accel.layers import POLICIES, UnrolledLayers
 from openpi_accel.accel.microbatch import accumulated
 from openpi_accel.accel.vision import encode_in_one_pass
+from openpi_accel.build.sharded import sharded_loss, sharded_ops
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import AUTO, CAMERA_SLOTS, Architecture, TrainConfig
 from openpi_accel.data.augment import augment
@@ -24,6 +25,7 @@ from openpi_accel.models.pure import bind, init_params
 from openpi_accel.models.stack import ScanLayers
 from openpi_accel.models.weights import WeightsReport, load_base_params
 from openpi_accel.objective import LossFn, draw, make_loss_fn, mean_loss
+from openpi_accel.parallel.sharding import MIN_NUM_ELEMENTS
 from openpi_accel.train.optimizer import make_optimizer, make_schedule
 from openpi_accel.train.start import abstract_state, fresh_state
 from openpi_accel.train.step import IsTrainable, Step, ValueAndGrad, make_train_step
@@ -128,14 +130,19 @@ class Training:
 
 
 def build_training(
-    config: TrainConfig, acceleration: Acceleration, mesh: Mesh, chosen: Ops | None = None
+    config: TrainConfig,
+    acceleration: Acceleration,
+    mesh: Mesh | AbstractMesh,
+    min_num_elements: int = MIN_NUM_ELEMENTS,
+    chosen: Ops | None = None,
 ) -> Training:
     """The step and the state's shapes; computes nothing on a device but keys, and times attention where asked to.
 
     Args:
-        config: with a fixed prompt length.
+        config: the run.
         acceleration: what is switched on.
-        mesh: the devices.
+        mesh: the devices; on an abstract mesh the step cannot run, but the shapes and shardings are there.
+        min_num_elements: smaller leaves are replicated.
         chosen: the model's units, in place of those that `build_ops` chooses for these devices.
 
     Raises:
@@ -147,10 +154,12 @@ def build_training(
     is_trainable: IsTrainable = trainable_predicate(config.freeze, shapes, arch)
     schedule = make_schedule(config.lr_schedule)
     tx: optax.GradientTransformation = make_optimizer(config.optimizer, schedule)
-    abstract = abstract_state(make_params, tx, is_trainable, config.ema_decay, mesh)
+    abstract = abstract_state(make_params, tx, is_trainable, config.ema_decay, mesh, min_num_elements)
     train_rng, init_rng = jax.random.split(jax.random.key(config.seed))
     ops, notes = build_ops(config, acceleration) if chosen is None else (chosen, ())
+    ops = sharded_ops(ops, mesh, min_num_elements)
     loss_fn, value_and_grad = build_loss(arch, ops, acceleration, config.num_microbatches)
+    loss_fn = sharded_loss(loss_fn, mesh, min_num_elements)
     return Training(
         step=make_train_step(loss_fn, tx, schedule, is_trainable, config.ema_decay, value_and_grad),
         abstract=abstract,

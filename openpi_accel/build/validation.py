@@ -4,7 +4,9 @@ import jax
 from jax.sharding import Mesh
 
 from openpi_accel.build.data import Data
+from openpi_accel.build.sharded import sharded_loss, sharded_ops
 from openpi_accel.data.augment import to_float
+from openpi_accel.models.ops import REFERENCE_OPS
 from openpi_accel.models.pure import bind
 from openpi_accel.objective import make_loss_fn
 from openpi_accel.train.validation import Validation
@@ -19,8 +21,9 @@ def build_validation(data: Data, mesh: Mesh) -> Validation | None:
     def plain(rng: jax.Array, images: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return to_float(images)
 
+    ops = sharded_ops(REFERENCE_OPS, mesh)
     return Validation(
-        loss_fn=make_loss_fn(bind(config.model.architecture), plain),
+        loss_fn=sharded_loss(make_loss_fn(bind(config.model.architecture, ops), plain), mesh),
         batches=data.validation_batches,
         interval=config.val_interval,
         seed=config.seed,

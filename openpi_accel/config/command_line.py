@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import tyro
 
 from openpi_accel.config.presets import PRESETS, get_preset
+from openpi_accel.config.resumed import saved_options
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.errors import UserError
 
@@ -16,7 +17,7 @@ _ALIASES = {
 
 
 def parse_train_config(argv: Sequence[str], *, prog: str, description: str) -> TrainConfig:
-    """Reads a config name and its overrides.
+    """Reads a config name and its overrides; those of --resume stand over the options of the run that is resumed.
 
     Raises:
         UserError: no or an unknown config name, or values that contradict each other. For an unknown option tyro itself
@@ -35,7 +36,9 @@ def parse_train_config(argv: Sequence[str], *, prog: str, description: str) -> T
             f"the config name comes first: {prog} <config> {' '.join(argv)}. Configs: {', '.join(PRESETS)}."
         )
     preset = get_preset(argv[0])
-    return override(preset, argv[1:], prog=f"{prog} {argv[0]}", description=description)
+    return override(
+        saved_options(preset, argv[1:]) or preset, argv[1:], prog=f"{prog} {argv[0]}", description=description
+    )
 
 
 def override(config: TrainConfig, argv: Sequence[str], *, prog: str, description: str) -> TrainConfig:

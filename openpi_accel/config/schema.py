@@ -317,6 +317,10 @@ class TrainConfig:
     """The run's folder is <checkpoint-base-dir>/<config>/<exp-name>. Several nodes must share it."""
     shared_storage_timeout_s: float = 60.0
     """Several nodes: how long a node may take to see a file that another one has written there."""
+    grace_s: float = 30.0
+    """Seconds between SIGTERM and the platform's kill; a checkpoint that would not be complete by then is not begun."""
+    preempt_exit_code: int = 143
+    """Exit code after SIGTERM. 0 tells a platform that the job is done, so that it is not started again."""
     resume: bool = False
     """Continue from the last checkpoint of this exp_name."""
     overwrite: bool = False
@@ -353,6 +357,10 @@ class TrainConfig:
             raise UserError(f"--keep-period is {self.keep_period}; it must be at least 1, or None.")
         if self.data.delta_action_dims < 0:
             raise UserError(f"--data.delta-action-dims is {self.data.delta_action_dims}; it must be 0 or more.")
+        if not self.grace_s > 0:
+            raise UserError(f"--grace-s is {self.grace_s:g}; it must be more than 0, in seconds.")
+        if not 0 <= self.preempt_exit_code <= 255:
+            raise UserError(f"--preempt-exit-code is {self.preempt_exit_code}; exit codes are 0 to 255.")
         if self.num_workers < 0:
             raise UserError(f"--num-workers is {self.num_workers}; it must be 0 or more.")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:

@@ -10,6 +10,9 @@ from typing import Any
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.errors import UserError
 
+# In the run's folder.
+CONFIG_FILE = "config.json"
+
 
 def to_json(config: TrainConfig) -> str:
     """Every field, nested as in the dataclasses."""

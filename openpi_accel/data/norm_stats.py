@@ -19,6 +19,8 @@ EPSILON = 1e-6
 # Distance between the 1 % and 99 % quantiles of a normal distribution, in standard deviations.
 GAUSS_WIDTH = 2 * 2.3263478740408408
 NARROW_RANGE = 1e-2
+_OUTLIER = 0.01  # by how much a value may easily differ, for messages
+_ROUNDING = 1e-12  # std over mean of equal numbers
 FILE_NAME = "norm_stats.json"
 
 
@@ -84,8 +86,8 @@ def load_norm_stats(path: str | os.PathLike[str], *, command: str) -> NormStats:
     path = pathlib.Path(path)
     if not path.is_file():
         raise UserError(
-            f"There are no normalisation statistics at {path}. Compute them from the dataset (reads numbers only, "
-            f"takes seconds): {command}"
+            f"There are no normalisation statistics at {path}.\nCompute them from the dataset (reads numbers only, "
+            f"takes seconds):\n    {command}"
         )
     try:
         content = json.loads(path.read_text())
@@ -178,7 +180,7 @@ def widths(stats: Statistics, how: Normalization) -> np.ndarray:
 def narrow_range_warnings(
     stats: NormStats, how: Normalization, *, command: str, threshold: float = NARROW_RANGE
 ) -> list[str]:
-    """One line for each nearly constant dimension: normalising blows its noise up to the size of a signal.
+    """One line for each constant or nearly constant dimension, with what normalising makes of it.
 
     Args:
         stats: the statistics.
@@ -187,13 +189,28 @@ def narrow_range_warnings(
         threshold: a range below it is narrow.
     """
     return [
-        f"{key} dimension {i} is nearly constant: its range from the 1 % to the 99 % quantile is {width:.3g} (below "
-        f"{threshold:g}), so normalising multiplies its noise by {2 / (width + EPSILON):.3g}. If that is no signal, "
-        f"put a floor under it: {command} --min-{kind}-range 1"
+        f"{key} dimension {i} {_fate(of_key, how, i)} Put a floor under it: {command} --min-{kind}-range 1"
         for key, kind, of_key in (("state", "state", stats.state), ("actions", "action", stats.actions))
         for i, width in enumerate(widths(of_key, how))
         if width < threshold
     ]
+
+
+def _fate(stats: Statistics, how: Normalization, i: int) -> str:
+    """What becomes of a narrow dimension."""
+    _, scale = _affine(stats, how, len(stats.mean))
+    factor = (2 if how == "quantile" else 1) / scale[i]
+    value, blown_up = stats.mean[i], f"becomes {_OUTLIER * factor:.3g}"
+    if stats.std[i] <= _ROUNDING * abs(value):
+        return (
+            f"is constant ({value:.6g} in every frame): it becomes {-1 if how == 'quantile' else 0} in every sample. "
+            f"That harms no training, but a value that differs by {_OUTLIER:g} in other data {blown_up}."
+        )
+    return (
+        f"is nearly constant: its range from the 1 % to the 99 % quantile is {widths(stats, how)[i]:.3g} (below "
+        f"{NARROW_RANGE:g}), so normalising multiplies it by {factor:.3g}: noise fills the range of a signal, and a "
+        f"value {_OUTLIER:g} outside of it {blown_up} and rules the loss. Right only for a signal so small."
+    )
 
 
 def with_min_range(stats: Statistics, min_range: float) -> Statistics:

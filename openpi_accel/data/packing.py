@@ -29,6 +29,7 @@ from openpi_accel.data.packed import (
 )
 from openpi_accel.data.transforms import to_model_image
 from openpi_accel.errors import UserError
+from openpi_accel.sizes import format_bytes
 
 SHARD_BYTES = 1 << 30
 _BLOCK_ROWS = 64
@@ -138,8 +139,8 @@ def pack(
     manifest = planned.manifest
     if planned.left_bytes > planned.free_bytes:
         raise UserError(
-            f"{folder}: {planned.left_bytes / 1e9:.1f} GB are still to be written, but {planned.free_bytes / 1e9:.1f} "
-            "GB are free there. Choose a folder on another disk for --data.packed."
+            f"{folder}: {format_bytes(planned.left_bytes)} are still to be written, but "
+            f"{format_bytes(planned.free_bytes)} are free there. Choose a folder on another disk for --data.packed."
         )
     with _explained(folder), _locked(folder):
         manifest = _with_contents(dataset, manifest)

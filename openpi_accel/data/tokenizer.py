@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import hashlib
 import pathlib
+import shlex
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -19,8 +20,15 @@ _MULTIPLE = 4
 _HUB_MODELS = "models--google--paligemma*/snapshots/*/tokenizer.model"
 
 
-def find_tokenizer(tokenizer_path: str | None, environment: Environment) -> pathlib.Path:
+def find_tokenizer(
+    tokenizer_path: str | None, environment: Environment, *, option: str = "--data.tokenizer-path"
+) -> pathlib.Path:
     """The SentencePiece model file: the given one, else PaliGemma's on this machine. Downloads nothing.
+
+    Args:
+        tokenizer_path: the file, if it is known.
+        environment: where to look.
+        option: by which the tool's user names the file, for messages.
 
     Raises:
         UserError: not found; says where it was looked for and which command fetches it.
@@ -28,7 +36,7 @@ def find_tokenizer(tokenizer_path: str | None, environment: Environment) -> path
     if tokenizer_path is not None:
         path = pathlib.Path(tokenizer_path).expanduser()
         if not path.is_file():
-            raise UserError(f"--data.tokenizer-path is {tokenizer_path}, where there is no file.")
+            raise UserError(f"{option} is {tokenizer_path}, where there is no file.")
         return path
     usual = environment.openpi_data_home / "big_vision" / "paligemma_tokenizer.model"
     if usual.is_file():
@@ -36,12 +44,13 @@ def find_tokenizer(tokenizer_path: str | None, environment: Environment) -> path
     in_hub_cache = sorted(environment.hf_hub_cache.glob(_HUB_MODELS))
     if in_hub_cache:
         return in_hub_cache[-1]
+    target = shlex.quote(str(usual))
     raise UserError(
-        f"PaliGemma's tokenizer is neither at {usual} nor in the Hub cache {environment.hf_hub_cache}. Fetch it once "
-        "(4 MB, public): curl -fL --create-dirs "
-        f"-o {usual} https://storage.googleapis.com/big_vision/paligemma_tokenizer.model "
-        f"or: gsutil cp gs://big_vision/paligemma_tokenizer.model {usual} "
-        "Or name a SentencePiece model file with --data.tokenizer-path."
+        f"PaliGemma's tokenizer is neither at {usual}\nnor in the Hub cache {environment.hf_hub_cache}.\n"
+        "Fetch it once (4 MB, public):\n"
+        f"    curl -fL --create-dirs -o {target} https://storage.googleapis.com/big_vision/paligemma_tokenizer.model\n"
+        f"or: gcloud storage cp gs://big_vision/paligemma_tokenizer.model {target}\n"
+        f"Or name a SentencePiece model file: {option}."
     )
 
 

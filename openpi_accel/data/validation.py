@@ -20,6 +20,7 @@ from openpi_accel.errors import UserError
 
 _SAMPLE = 4096
 _MAX_SHARE_OUTSIDE = 0.2
+_MAX_SHARE_CLIPPED = 0.03  # 2 % by the quantiles, somewhat more in few frames
 _MIN_SPREAD = 0.2  # normalised values should fill about 2
 
 
@@ -82,11 +83,8 @@ def validate_before_training(
     if too_long:
         warnings.append(too_long)
     clipped = int(np.count_nonzero(np.abs(normalized_state) > 1)) if source.state_in_prompt else 0
-    if clipped:
-        warnings.append(
-            f"{clipped} of {normalized_state.size} state values lie outside [-1, 1] after normalising; the prompt's "
-            "bins clip them (about 2 % are expected from the 1 % and 99 % quantiles)."
-        )
+    if too_many := _clipping_warning(clipped, normalized_state.size, numbers.normalization, command):
+        warnings.append(too_many)
     return DataReport(
         num_frames=len(rows),
         num_prompts=len(set(prompts)),
@@ -152,6 +150,20 @@ def _check_prompts(source: BatchSource, prompts: list[str], states: np.ndarray) 
             "with --data.allow-truncation (the end is lost: with the state in the prompt, the state)."
         )
     return scan.longest, f"{what}. They are cut, as --data.allow-truncation says."
+
+
+def _clipping_warning(clipped: int, size: int, how: Normalization, command: str) -> str | None:
+    """Where more of the state is clipped than the normalisation explains."""
+    share = clipped / size
+    if share <= _MAX_SHARE_CLIPPED:
+        return None
+    seen = (
+        f"{100 * share:.1f} % of the state values ({clipped} of {size}) lie outside [-1, 1] after normalising, and the "
+        "prompt's bins clip them"
+    )
+    if how == "zscore":
+        return f"{seen}. With --data.normalization=zscore that is a third of normal data; quantile leaves out 2 %."
+    return f"{seen}. The 1 % and 99 % quantiles leave out 2 %, so the statistics are of other data. Anew: {command}"
 
 
 def _fit_warnings(source: BatchSource, rows: np.ndarray) -> list[str]:

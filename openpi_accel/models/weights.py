@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import pathlib
+import shlex
 from collections.abc import Callable, Mapping
 
 import jax
@@ -13,14 +14,9 @@ from openpi_accel.orbax_tree import is_tree_folder, plain_paths, read_leaves, st
 from openpi_accel.types import Params
 
 _ROOT = "params/"
-_FETCH = (
-    "Fetch pi0.5's base weights (public, 12 GB) with\n"
-    "    gcloud storage cp -r gs://openpi-assets/checkpoints/pi05_base/params DIR/pi05_base/\n"
-    "(or gsutil -m cp -r with the same arguments), then set BASE_CHECKPOINT_PATH=DIR/pi05_base/params "
-    "(or pass --weight-loader.params-path=DIR/pi05_base/params). To train from fresh weights on purpose, pass "
-    "--weight-loader.params-path=None."
-)
 _ADDRESS = "gs://"
+_PI05_BASE = "gs://openpi-assets/checkpoints/pi05_base/params"
+_FRESH = "To train from fresh weights on purpose: --weight-loader.params-path=None."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,37 +34,52 @@ class WeightsReport:
     unexpected: tuple[str, ...]
 
 
-def find_params_folder(path: str | pathlib.Path, data_home: pathlib.Path | None = None) -> pathlib.Path:
+def find_params_folder(
+    path: str | pathlib.Path, data_home: pathlib.Path | None = None, *, public: str | None = None
+) -> pathlib.Path:
     """The folder of the parameter tree: `path` itself, or params/ in it.
 
     Args:
         path: a folder, or the gs:// address of public weights, which are then looked for where upstream keeps its
             downloads: gs://bucket/x is <data_home>/bucket/x. Nothing is downloaded.
         data_home: OPENPI_DATA_HOME.
+        public: gs:// address of the weights that the config starts from, for messages; None is pi0.5's.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none; with the commands after which there is.
     """
+    address = str(path) if str(path).startswith(_ADDRESS) else public or _PI05_BASE
     if str(path).startswith(_ADDRESS):
         if data_home is None:
-            raise UserError(f"{path} is an address, and training never downloads. {_FETCH}")
+            raise UserError(f"{path} is an address, and training never downloads.\n{_fetch(address, None)}")
         local = data_home / str(path).removeprefix(_ADDRESS)
         if not local.is_dir():
             raise UserError(
-                f"The base weights {path} are not on this machine (looked in {local}). Fetch them once (12 GB):\n"
-                f"    mkdir -p {local.parent} && gcloud storage cp -r {path} {local.parent}/\n"
-                "(or gsutil -m cp -r), or name their folder: BASE_CHECKPOINT_PATH=DIR/params "
-                "(--weight-loader.params-path=DIR/params). To train from fresh weights on purpose, pass "
-                "--weight-loader.params-path=None."
+                f"The base weights {path} are not on this machine (looked in {local}).\n{_fetch(address, local)}"
             )
         path = local
     folder = pathlib.Path(path).expanduser()
     for candidate in (folder, folder / "params"):
         if is_tree_folder(candidate):
             return candidate
+    fetch = _fetch(address, folder)
     if not folder.is_dir():
-        raise UserError(f"There are no base weights at {path}: the folder does not exist. {_FETCH}")
-    raise UserError(f"{path} holds no Orbax parameters (neither it nor its params/ has a _METADATA file). {_FETCH}")
+        raise UserError(f"There are no base weights at {path}: the folder does not exist.\n{fetch}")
+    raise UserError(f"{path} holds no Orbax parameters (neither it nor its params/ has a _METADATA file).\n{fetch}")
+
+
+def _fetch(address: str, folder: pathlib.Path | None) -> str:
+    """The commands after which `find_params_folder` finds the weights in `folder`."""
+    name = address.rstrip("/").rpartition("/")[2]
+    if folder is None:
+        folder = pathlib.Path("DIR") / name
+    parent = shlex.quote(str(folder.parent if folder.name == name else folder))
+    return (
+        "Fetch them once (public, 12 GB; gsutil -m cp -r takes the same arguments):\n"
+        f"    mkdir -p {parent} && gcloud storage cp -r {address} {parent}/\n"
+        "Or name the folder where they are: --weight-loader.params-path=FOLDER (launchers: "
+        f"BASE_CHECKPOINT_PATH). {_FRESH}"
+    )
 
 
 def base_weights_fingerprint(folder: pathlib.Path) -> str:

@@ -1,5 +1,6 @@
 """Several nodes: from the platform's variables to jax.distributed. One process per node, with all GPUs of the node."""
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 
@@ -11,6 +12,8 @@ from openpi_accel.parallel.roll_call import roll_call
 
 # Pods may still be pulling their image; process 0 says meanwhile whom it waits for.
 START_TIMEOUT_S = 600
+# One that cannot start tries so long to say so; the others may be a little behind.
+TELL_TIMEOUT_S = 60
 # After the roll call all are there, and JAX needs a moment.
 _JOIN_TIMEOUT_S = 60
 # A process that was killed is missed after this time, and the others are ended. JAX's default is 100.
@@ -66,6 +69,28 @@ def initialize(
             f"it or put node 0 into no_proxy. JAX says: {str(error)[:500]}"
         ) from error
     return cluster
+
+
+def tell_others(
+    env: Mapping[str, str],
+    trouble: str,
+    timeout_s: float = TELL_TIMEOUT_S,
+    say: Callable[[str], object] = _print_now,
+) -> None:
+    """Lets the other nodes know why this one will not start; else they would wait for it. Nothing on one node.
+
+    Args:
+        trouble: the reason, for people.
+        timeout_s: how long to try to reach node 0, or on node 0 to be reached.
+    """
+    try:
+        cluster = parse(env)
+    except UserError:  # who the others are cannot be told; that is the message of this node then
+        return
+    if cluster is not None:
+        say("this node cannot start; telling the others")
+        with contextlib.suppress(UserError):  # each of the others shows it; this one has its own message
+            roll_call(cluster, timeout_s, lambda line: None, trouble=trouble)
 
 
 def network_settings(env: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ where the user or the platform sets them, win over every row, one by one.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.hostlist import expand_hosts
@@ -164,36 +164,49 @@ def parse(env: Mapping[str, str]) -> Cluster | None:
     """The cluster that `env` describes; None means one node. Pure.
 
     Raises:
-        UserError: a variable is missing or wrong, WORLD_SIZE counts GPUs, or a node has several processes.
+        UserError: variables are missing or wrong (all of them are named), WORLD_SIZE counts GPUs, or a node has several
+            processes.
     """
     explicit = {name: _get(env, name) for name in _NAMES if _get(env, name)}
-    if "WORLD_SIZE" in explicit and _integer("WORLD_SIZE", explicit["WORLD_SIZE"], 1, _MOST_NODES) == 1:
+    if _is_one(explicit.get("WORLD_SIZE")):
         return None
     platform = recognise(env) if len(explicit) < len(_NAMES) else None
     told = _told(platform, env) if platform else {}
-    size_name = platform.size if platform else ""
     if "WORLD_SIZE" not in explicit:
-        if told.get("WORLD_SIZE") and _integer(size_name, told["WORLD_SIZE"], 1, _MOST_NODES, "WORLD_SIZE") == 1:
+        if _is_one(told.get("WORLD_SIZE")):
             return None
         # An indexed Job may as well be many runs of one node each.
         if not explicit and not (platform and (platform.size or _get(env, "JOBSET_NAME"))):
             return None
     if platform:
         _refuse_several_per_node(platform, env)
-    given = told | explicit
-    _refuse_missing(given, explicit, platform, env)
+    given, problems = told | explicit, []
 
-    def number(name: str, least: int, most: int) -> int:
+    def attempt[T](read: Callable[[], T]) -> T | None:
+        """All that is wrong is told at once."""
+        try:
+            return read()
+        except UserError as error:
+            problems.append(str(error))
+            return None
+
+    def number(name: str, least: int, most: int) -> int | None:
         source = name if name in explicit or not platform else _source(platform, name)
-        return _integer(source, given[name], least, most, name)
+        return attempt(lambda: _integer(source, given[name], least, most, name)) if name in given else None
 
+    attempt(lambda: _refuse_missing(given, explicit, platform, env))
     world_size = number("WORLD_SIZE", 1, _MOST_NODES)
-    _refuse_gpu_count(env, world_size)
-    rank = number("RANK", 0, world_size - 1)
+    if world_size is not None:
+        attempt(lambda: _refuse_gpu_count(env, world_size))
+    rank = number("RANK", 0, (world_size or _MOST_NODES) - 1)
     port = number("MASTER_PORT", 1, 65535)
+    host = attempt(lambda: _host(given["MASTER_ADDR"])) if "MASTER_ADDR" in given else None
+    if problems:
+        raise UserError("\n".join(problems))
+    assert host is not None and port is not None and rank is not None and world_size is not None
     hosts = _hosts(platform, env)
     return Cluster(
-        host=_host(given["MASTER_ADDR"]),
+        host=host,
         port=port,
         num_processes=world_size,
         process_id=rank,
@@ -346,6 +359,10 @@ def _refuse_gpu_count(env: Mapping[str, str], world_size: int) -> None:
             f"drives all GPUs of it, so WORLD_SIZE must count nodes: export WORLD_SIZE={nodes}, and RANK must be the "
             f"node's index, 0 to {int(nodes) - 1}."
         )
+
+
+def _is_one(value: str | None) -> bool:
+    return value is not None and re.fullmatch("0*1", value) is not None
 
 
 def _get(env: Mapping[str, str], name: str) -> str:

@@ -6,6 +6,7 @@ plain TCP on the same port, which JAX's coordinator takes over afterwards.
 
 import contextlib
 import json
+import math
 import selectors
 import socket
 import time
@@ -17,29 +18,39 @@ from openpi_accel.parallel.platforms import Cluster
 
 _RETRY_S = 0.5
 _LONGEST_LINE = 65536
+_LONGEST_TROUBLE = 2000
 _MOST_NAMED = 16
+# Once somebody is known to be in trouble, how long process 0 stays to tell those who have not come yet.
+_GRACE_S = 30
 
 
-def roll_call(cluster: Cluster, timeout_s: float, say: Callable[[str], object], remind_s: float = 30) -> None:
+def roll_call(
+    cluster: Cluster, timeout_s: float, say: Callable[[str], object], remind_s: float = 30, trouble: str = ""
+) -> None:
     """Returns on every process once all of them are there; process 0 says every `remind_s` seconds whom it waits for.
+
+    Args:
+        trouble: why this process will not start. It comes all the same, so that the others need not wait for it.
 
     Raises:
         UserError: not all came within `timeout_s` seconds (with the missing ones), two say that they are the same, they
-            do not agree on how many they are, or the port cannot be had.
+            do not agree on how many they are, the port cannot be had, or one of them is in trouble.
     """
     if cluster.process_id == 0:
-        _Host(cluster, say, remind_s).gather(timeout_s)
+        _Host(cluster, say, remind_s, trouble).gather(timeout_s)
     else:
-        _report(cluster, timeout_s)
+        _report(cluster, timeout_s, trouble)
 
 
 class _Host:
     """Process 0's side: one connection for each process that is there and waits."""
 
-    def __init__(self, cluster: Cluster, say: Callable[[str], object], remind_s: float) -> None:
+    def __init__(self, cluster: Cluster, say: Callable[[str], object], remind_s: float, trouble: str) -> None:
         self._cluster, self._say, self._remind_s = cluster, say, remind_s
         self._present: dict[int, tuple[socket.socket, str]] = {}
         self._selector = selectors.DefaultSelector()
+        self._trouble = _cannot_start(0, socket.gethostname(), trouble) if trouble else ""
+        self._grace_ends_s = time.monotonic() + _GRACE_S if trouble else math.inf
 
     def gather(self, timeout_s: float) -> None:
         with contextlib.ExitStack() as stack:
@@ -57,16 +68,21 @@ class _Host:
         remind_at_s = started_s + self._remind_s
         while missing := self._missing():
             now_s = time.monotonic()
+            if now_s >= self._grace_ends_s:
+                break
             if now_s >= started_s + timeout_s:
                 raise UserError(_absent(self._cluster, missing, f"within {timeout_s:g} s", self._arrived()))
             if now_s >= remind_at_s:
                 self._say(f"waiting for {_name(self._cluster, missing)} ({now_s - started_s:.0f} s)")
                 remind_at_s += self._remind_s
-            for key, _ in self._selector.select(min(remind_at_s, started_s + timeout_s) - now_s):
+            until_s = min(remind_at_s, started_s + timeout_s, self._grace_ends_s)
+            for key, _ in self._selector.select(until_s - now_s):
                 if key.data is None:
                     self._accept(key.fileobj)
                 else:
                     self._read(key.fileobj, key.data)
+        if self._trouble:
+            raise UserError(self._trouble)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(1, self._cluster.num_processes) if rank not in self._present]
@@ -108,6 +124,9 @@ class _Host:
                 f"RANK of its own, 0 to {num_processes - 1}, and one process."
             )
         self._present[rank] = (connection, host)
+        if (trouble := card.get("trouble")) and not self._trouble:
+            self._trouble = _cannot_start(rank, host, str(trouble))
+            self._grace_ends_s = time.monotonic() + _GRACE_S  # so that those who come a little later hear of it too
 
     def _answer(self, message: dict[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
@@ -125,13 +144,15 @@ class _Host:
         self._selector.close()
 
 
-def _report(cluster: Cluster, timeout_s: float) -> None:
+def _report(cluster: Cluster, timeout_s: float, trouble: str) -> None:
     """The others' side: connects, says who this is, waits for the answer; anew where process 0 is not there yet."""
     card = {"rank": cluster.process_id, "num_processes": cluster.num_processes, "host": socket.gethostname()}
+    if trouble:
+        card["trouble"] = trouble[:_LONGEST_TROUBLE]
     deadline_s = time.monotonic() + timeout_s
     # Process 0 speaks when its own time is over; it may have started last.
     patience_s = timeout_s + 10
-    trouble = "no answer"
+    failure = "no answer"
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             with socket.create_connection((cluster.host, cluster.port), timeout=min(left_s, 10)) as connection:
@@ -141,15 +162,15 @@ def _report(cluster: Cluster, timeout_s: float) -> None:
                 connection.settimeout(patience_s)
                 answer = _decode(_line(connection))
         except OSError as error:
-            trouble = str(error) or type(error).__name__
+            failure = str(error) or type(error).__name__
         else:
             if "error" in answer:
                 raise UserError(answer["error"])
             if "go" in answer:
                 return
-            trouble = "the connection was closed without an answer"
+            failure = "the connection was closed without an answer"
         time.sleep(min(_RETRY_S, max(0.0, deadline_s - time.monotonic())))
-    raise UserError(_absent(cluster, [0], f"at {cluster.coordinator_address} within {timeout_s:g} s: {trouble}"))
+    raise UserError(_absent(cluster, [0], f"at {cluster.coordinator_address} within {timeout_s:g} s: {failure}"))
 
 
 def _line(connection: socket.socket) -> bytes:
@@ -187,6 +208,10 @@ def _name(cluster: Cluster, ranks: Iterable[int]) -> str:
     names = [f"{rank} ({cluster.hosts[rank]})" if cluster.hosts else str(rank) for rank in ranks[:_MOST_NAMED]]
     more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
     return f"rank {names[0]}" if len(ranks) == 1 else f"ranks {', '.join(names)}{more}"
+
+
+def _cannot_start(rank: int, host: str, trouble: str) -> str:
+    return f"Rank {rank} ({host}) cannot start, so nobody does: {trouble}"
 
 
 def _absent(cluster: Cluster, missing: list[int], when: str, arrived: str = "") -> str:

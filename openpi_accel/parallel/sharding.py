@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from openpi_accel.parallel.mesh import BATCH_AXIS, FSDP_AXIS
 
@@ -34,7 +34,13 @@ RULES: Rules = (
 MIN_NUM_ELEMENTS = 2**20
 
 
-def state_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES, min_num_elements: int = MIN_NUM_ELEMENTS) -> Any:
+def state_shardings(
+    shapes: Any,
+    mesh: Mesh | AbstractMesh,
+    rules: Rules = RULES,
+    min_num_elements: int = MIN_NUM_ELEMENTS,
+    root: str = "",
+) -> Any:
     """A NamedSharding for every leaf of any tree of arrays or shapes: a TrainState, parameters, optimizer state.
 
     Args:
@@ -42,10 +48,11 @@ def state_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES, min_num_eleme
         mesh: from `mesh.make_mesh`.
         rules: the table; the first pattern found in a leaf's path decides.
         min_num_elements: smaller leaves are replicated.
+        root: path of `shapes` within the whole tree, ending in a slash.
     """
 
     def assign(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        name = "/" + jax.tree_util.keystr(path, simple=True, separator="/")
+        name = f"/{root}" + jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, _spec(name, tuple(leaf.shape), mesh.shape[FSDP_AXIS], rules, min_num_elements))
 
     return jax.tree_util.tree_map_with_path(assign, shapes)
@@ -54,12 +61,12 @@ def state_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES, min_num_eleme
 param_shardings = state_shardings
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Axis 0 of every array of a batch, over all devices."""
     return NamedSharding(mesh, PartitionSpec((BATCH_AXIS, FSDP_AXIS)))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The same array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 

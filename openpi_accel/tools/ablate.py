@@ -10,6 +10,7 @@ from typing import Any
 
 from openpi_accel.accel.catalog import CATALOG
 from openpi_accel.errors import UserError
+from openpi_accel.sizes import format_bytes
 
 OFF, ON, WITHOUT = "off", "on", "without_"
 XLA = "xla_options"
@@ -119,7 +120,8 @@ def format_row(row: Mapping[str, Any]) -> str:
         return f"{row['case']:<26} {row['error']}"
     result = row["result"]
     peak = result["peak_memory_gib"]
-    memory = f"{peak:7.1f} GiB" if peak is not None else f"{result['temporaries_gib']:7.1f} GiB temporaries"
+    temporaries = f"{format_bytes(result['temporaries_gib'] * 2**30):>11} temporaries"
+    memory = f"{format_bytes(peak * 2**30):>11}" if peak is not None else temporaries
     times = row["times_baseline"]
     return (
         f"{row['case']:<26} {result['samples_per_s']:8.2f} samples/s  {result['step_s'] * 1e3:8.1f} ms  "

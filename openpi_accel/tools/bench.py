@@ -20,6 +20,7 @@ from openpi_accel.errors import UserError
 from openpi_accel.models.flops import sample_flops
 from openpi_accel.parallel.mesh import check_batch_size, make_mesh
 from openpi_accel.parallel.sharding import batch_sharding
+from openpi_accel.sizes import format_bytes
 from openpi_accel.train.loop import compile_ahead
 from openpi_accel.types import Batch, Observation, TrainState
 
@@ -142,7 +143,11 @@ def measure(
     memory = compiled.memory_analysis()
     assert memory is not None
     temporaries_gib = memory.temp_size_in_bytes / 2**30
-    print(f"compiled in {compile_s:.1f} s, temporaries {temporaries_gib:.1f} GiB", *training.notes, file=sys.stderr)
+    print(
+        f"compiled in {compile_s:.1f} s, temporaries {format_bytes(memory.temp_size_in_bytes)}",
+        *training.notes,
+        file=sys.stderr,
+    )
     losses = []
     for index in range(num_warmup_steps + num_steps):
         if index == num_warmup_steps:

@@ -28,6 +28,7 @@ from openpi_accel.data.rows import training_rows
 from openpi_accel.data.transforms import to_model_image
 from openpi_accel.data.worker_pool import LoadBatch, ProcessPool, ThreadPool, WorkerPool
 from openpi_accel.errors import UserError
+from openpi_accel.sizes import format_bytes
 from openpi_accel.types import Batch
 
 _PROG = "python scripts/bench_data.py"
@@ -87,8 +88,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         table.add_row(line.what, line.reader, line.workers, f"{line.per_s:.0f}", core)
     if not own.json:
         console.print(table)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        console.print(f"batches of {config.batch_size}; peak memory of this process {peak:.2f} GiB", highlight=False)
+        peak = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10)
+        console.print(f"batches of {config.batch_size}; peak memory of this process {peak}", highlight=False)
     return 0
 
 

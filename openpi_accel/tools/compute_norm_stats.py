@@ -86,7 +86,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     config, console = args.config, rich.console.Console()
     start_s = time.monotonic()
     root = find_dataset(
-        config.data.repo_id, config.data.path or env.get("DATA_PATH") or None, Environment.from_env(env)
+        config.data.repo_id,
+        config.data.path or env.get("DATA_PATH") or None,
+        Environment.from_env(env),
+        option="--data.path (or DATA_PATH)",
     )
     dataset = open_dataset(root)
     columns = resolve_columns(config.data, dataset)

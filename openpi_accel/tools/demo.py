@@ -12,6 +12,7 @@ from rich.console import Console
 from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
+from openpi_accel.config.resumed import resume_command
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.data.lerobot.dataset import LeRobotDataset, open_dataset
 from openpi_accel.data.mapping import resolve_columns
@@ -58,15 +59,16 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     config, held_out = prepare(config, console)
     folder = run_folder_of(config)
-    finished = config.resume and committed_steps(folder)[-1:] == [config.num_train_steps - 1]
     result = train(config, acceleration, environment)
+    finished = result.state is None
     if result.exit_code:
+        console.print(f"stopped by a signal; go on with: {resume_command(config, 'scripts/demo.py')}")
         return result.exit_code
     if finished:
         more = 2 * config.num_train_steps
         console.print(
-            f"The run had all of its {config.num_train_steps} steps already and is only evaluated again. Train on "
-            f"with: RESUME=1 bash run_opt.sh {CONFIG_NAME} --num-train-steps {more}"
+            f"The run is only evaluated again. Train on with: RESUME=1 EXP_NAME={config.exp_name} bash run_opt.sh "
+            f"{CONFIG_NAME} --num-train-steps {more}"
         )
     policy, evaluation = try_policy(config, config, held_out, environment)
     out = folder / "open_loop"
@@ -87,7 +89,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "numbers": f"{folder / 'metrics.jsonl'}, {out / 'errors.json'}",
     }.items():
         console.print(f"{what + ':':<32}{path}")
-    console.print(f"done in {time.monotonic() - start_s:.0f} s")
+    console.print(f"{'evaluated' if finished else 'done'} in {time.monotonic() - start_s:.0f} s")
     for failure in failures:
         console.print(f"FAILED: {failure}", style="red")
     return 1 if failures else 0
@@ -191,6 +193,8 @@ def _with_data(
     if stats:
         path = norm_stats_path(config.assets_base_dir, config.name, config.asset_id)
         columns, rows = resolve_columns(config.data, dataset), rows_of_episodes(dataset, episodes)
+        before = path.read_bytes() if path.is_file() else None
         save_norm_stats(path, compute_norm_stats(dataset, columns, rows, config=config))
-        console.print(f"statistics: wrote {path}")
+        same = path.read_bytes() == before
+        console.print(f"statistics: {path} is there already" if same else f"statistics: wrote {path}")
     return config

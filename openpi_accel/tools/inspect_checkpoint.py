@@ -14,6 +14,7 @@ from rich.table import Table
 
 from openpi_accel.errors import UserError
 from openpi_accel.orbax_tree import is_tree_folder, plain_paths, read_leaves, stored_leaves
+from openpi_accel.sizes import format_bytes
 from openpi_accel.train.run_folder import committed_steps
 
 _MAX_READ_BYTES = 2**30
@@ -30,9 +31,13 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of one leaf in two checkpoints: the largest |a - b|, and that over the largest |b|."""
+    """Of one leaf in two checkpoints: the largest |a - b|, the leaf's largest entry in either, and the ratio of both.
+
+    A leaf that is all but zero in one of them, as biases and moments begin, so differs by 1, and not by millions.
+    """
 
     absolute: float
+    largest: float
     relative: float
 
 
@@ -115,8 +120,9 @@ def _difference(a: np.ndarray, b: np.ndarray) -> Difference:
     a, b = a.astype(np.float64), b.astype(np.float64)
     # NaN on both sides is no difference; NaN on one side alone is an infinite one.
     gap = np.where(np.isnan(a) & np.isnan(b), 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))
-    absolute, scale = float(gap.max(initial=0.0)), float(np.abs(b).max(initial=0.0))
-    return Difference(absolute=absolute, relative=absolute / scale if scale else absolute)
+    absolute = float(gap.max(initial=0.0))
+    largest = max(float(np.nan_to_num(np.abs(x), nan=0.0).max(initial=0.0)) for x in (a, b))
+    return Difference(absolute=absolute, largest=largest, relative=absolute / largest if largest else absolute)
 
 
 def _groups(stored: StoredTree, names: Sequence[str]) -> list[list[str]]:
@@ -170,27 +176,29 @@ def _print_tables(
     first: StoredTree, second: StoredTree | None, differences: dict[str, Difference], faults: list[str]
 ) -> None:
     table = Table(title=f"{first.folder}" + ("" if first.step is None else f", step {first.step}"))
-    for column in ("leaf", "shape", "dtype", "MiB"):
+    for column in ("leaf", "shape", "dtype", "size"):
         table.add_column(column, justify="left" if column in ("leaf", "dtype") else "right", overflow="fold")
     if second is not None:
         table.add_column("max |a - b|", justify="right")
-        table.add_column("/ max |b|", justify="right")
+        table.add_column("largest entry", justify="right")
+        table.add_column("ratio", justify="right")
     for name, leaf in first.leaves.items():
-        row = [name, "x".join(map(str, leaf.shape)) or "scalar", leaf.dtype, f"{leaf.num_bytes / 2**20:.2f}"]
+        row = [name, "x".join(map(str, leaf.shape)) or "scalar", leaf.dtype, format_bytes(leaf.num_bytes)]
         if second is not None:
             gap = differences.get(name)
-            row += [f"{gap.absolute:.3g}", f"{gap.relative:.3g}"] if gap else ["-", "-"]
+            row += [f"{x:.3g}" for x in (gap.absolute, gap.largest, gap.relative)] if gap else ["-"] * 3
         table.add_row(*row)
     console = Console(width=None if Console().is_terminal else 160, soft_wrap=False)
     console.print(table)
-    total_mib = sum(leaf.num_bytes for leaf in first.leaves.values()) / 2**20
-    print(f"{len(first.leaves)} leaves, {_num_parameters(first):,} parameters, {total_mib:.1f} MiB")
+    total = format_bytes(sum(leaf.num_bytes for leaf in first.leaves.values()))
+    print(f"{len(first.leaves)} leaves, {_num_parameters(first):,} parameters, {total}")
     if second is not None:
         worst = max(differences, key=lambda name: differences[name].relative, default=None)
         if worst is not None:
+            gap = differences[worst]
             print(
-                f"compared with {second.folder}: largest relative difference "
-                f"{differences[worst].relative:.3g} in {worst}"
+                f"compared with {second.folder}: the largest difference, measured by its leaf's largest entry, is "
+                f"{gap.relative:.3g} in {worst} ({gap.absolute:.3g} where the largest entry is {gap.largest:.3g})"
             )
         for fault in faults:
             print(f"differs: {fault}")

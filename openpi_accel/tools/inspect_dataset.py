@@ -25,6 +25,7 @@ from openpi_accel.data.mapping import propose_mapping, resolve_columns
 from openpi_accel.data.packed import PackedFrames, read_manifest
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer, scan_prompt_lengths
 from openpi_accel.errors import UserError
+from openpi_accel.sizes import format_bytes
 
 _PALIGEMMA_PIECES = 257152
 _MAX_SHOWN = 50
@@ -44,7 +45,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     dataset = open_dataset(_root(args.path, Environment.from_env(env)))
     tokenizer = None
     if args.tokenizer:
-        path = find_tokenizer(args.tokenizer, Environment.from_env(env))
+        path = find_tokenizer(args.tokenizer, Environment.from_env(env), option="--tokenizer")
         tokenizer = PromptTokenizer(path, max_token_len=None, vocab_size=_PALIGEMMA_PIECES)
     report = describe(dataset, tokenizer)
     if rows:
@@ -204,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _root(path: str, environment: Environment) -> pathlib.Path:
     if not pathlib.Path(path).expanduser().exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and path[0] != ".":
-        return find_dataset(path, None, environment)
+        return find_dataset(path, None, environment, option="PATH, in place of its name")
     return pathlib.Path(path).expanduser()
 
 
@@ -286,7 +287,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         line(f"  {note}")
     if packed := report.get("packed"):
         line(
-            f"packed in {packed['folder']}: {', '.join(packed['cameras'])}, {packed['gb']:.2f} GB, "
+            f"packed in {packed['folder']}: {', '.join(packed['cameras'])}, {format_bytes(packed['gb'] * 1e9)}, "
             f"{packed['shards_there']} of {packed['shards']} shards, {packed['bad_frames']} bad frames; "
             f"{packed.get('problem', 'complete and of this dataset')}"
         )

@@ -18,6 +18,7 @@ from openpi_accel.data.lerobot.locate import find_dataset
 from openpi_accel.data.mapping import resolve_mapping
 from openpi_accel.data.packing import Plan, pack, plan, verify
 from openpi_accel.errors import UserError
+from openpi_accel.sizes import format_bytes
 
 _PROG = "python scripts/pack_dataset.py"
 
@@ -44,7 +45,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         raise UserError("--data.packed is missing: the folder to pack into, for example --data.packed=packed/libero.")
     folder = pathlib.Path(config.data.packed or ".no-folder").expanduser().absolute()
     path = config.data.path or env.get("DATA_PATH")
-    dataset = open_dataset(find_dataset(config.data.repo_id, path, Environment.from_env(env)))
+    dataset = open_dataset(
+        find_dataset(config.data.repo_id, path, Environment.from_env(env), option="--data.path (or DATA_PATH)")
+    )
     cameras = list(dict.fromkeys(resolve_mapping(config.data, dataset).cameras.as_dict().values()))
     planned = plan(folder, dataset, cameras, overwrite=config.overwrite)
     console = Console(stderr=True)
@@ -81,10 +84,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _describe(report: Mapping[str, Any]) -> str:
     cameras = report["cameras"]
+    total, left, free = (format_bytes(report[f"{name}_gb"] * 1e9) for name in ("total", "left", "free"))
     return (
         f"{report['dataset']}: {report['rows']} rows x {len(cameras)} cameras ({', '.join(cameras)}) make "
-        f"{report['total_gb']:.2f} GB in {report['shards']} shards; {report['left_gb']:.2f} GB are still to be "
-        f"written, {report['free_gb']:.1f} GB are free"
+        f"{total} in {report['shards']} shards; {left} are still to be "
+        f"written, {free} are free"
     )
 
 

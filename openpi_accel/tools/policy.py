@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from openpi_accel.build.data import build_source
+from openpi_accel.build.files import FileOptions
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
-from openpi_accel.config.serialize import from_json
+from openpi_accel.config.serialize import CONFIG_FILE, from_json
 from openpi_accel.data.augment import to_float
 from openpi_accel.data.norm_stats import FILE_NAME
 from openpi_accel.data.pipeline import BatchSource
@@ -25,8 +26,6 @@ from openpi_accel.models.weights import load_base_params
 from openpi_accel.objective import draw_noise_time
 from openpi_accel.train.run_folder import committed_steps
 from openpi_accel.types import Batch, Observation, Params
-
-CONFIG_FILE = "config.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,6 +167,7 @@ def load_policy(
     *,
     batch_size: int,
     asset_id: str | None = None,
+    options: FileOptions | None = None,
 ) -> Policy:
     """Reads weights and statistics, and opens the dataset that `config` names.
 
@@ -180,7 +180,7 @@ def load_policy(
     file = checkpoint.norm_stats_file(asset_id or config.asset_id)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, packed=None))
     acceleration = Acceleration(skip_images=("auto",), skip_video_decode=True)
-    config, source = build_source(config, acceleration, environment, norm_stats_file=file)
+    config, source = build_source(config, acceleration, environment, norm_stats_file=file, options=options)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = jax.eval_shape(lambda: init_params(config.model.architecture, jax.random.key(0)))
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), shapes)

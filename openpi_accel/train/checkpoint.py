@@ -8,7 +8,6 @@
 
 import dataclasses
 import json
-import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +16,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from openpi_accel.errors import UserError
+from openpi_accel.orbax_noise import keep_orbax_quiet
 from openpi_accel.train.checkpoint_tree import read_state, to_items
 from openpi_accel.train.run_folder import committed_steps, remove_leftovers
+from openpi_accel.train.save_time import SaveTimer
+from openpi_accel.train.tree_save import TreeSaveHandler
 from openpi_accel.types import TrainState
 
 MAX_TO_KEEP = 1
@@ -86,19 +88,27 @@ class CheckpointStore:
         assets: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        # Orbax and its event loops log the traceback of every error that is raised again; the user gets one message.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        keep_orbax_quiet()
         self._folder = folder.resolve()
+        self._timer = SaveTimer()
+        self._problem: Exception | None = None
         self._assets = dict(assets or {})
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as they will be read back
+        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        for item in ("params", "train_state"):
+            handlers.add(item, ocp.args.PyTreeSave, TreeSaveHandler(self._failed))
+        for item in ("assets", "resume"):
+            handlers.add(item, TextFiles, TextFilesHandler())
         self._manager = ocp.CheckpointManager(
             self._folder,
+            handler_registry=handlers,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=max_to_keep,
                 keep_period=keep_period,
                 create=True,
-                async_options=ocp.AsyncOptions(timeout_secs=_SAVE_TIMEOUT_S),
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=_SAVE_TIMEOUT_S, post_finalization_callback=self._timer.ended
+                ),
             ),
         )
 
@@ -107,12 +117,19 @@ class CheckpointStore:
         """The run folder."""
         return self._folder
 
+    @property
+    def timer(self) -> SaveTimer:
+        """How long saves take."""
+        return self._timer
+
     def save(self, loop_index: int, state: TrainState, position: Position) -> None:
         """Starts to write a checkpoint and returns once `state` may be donated; waits for the previous one first.
 
         Raises:
             UserError: this save or the previous one could not be written; the older checkpoint is still there.
         """
+        self.wait()
+        self._timer.began(loop_index)
         params, train_state = to_items(state)
         resume = {"position": dataclasses.asdict(position), "settings": self._settings}
         try:
@@ -127,6 +144,17 @@ class CheckpointStore:
             )
         except (OSError, ValueError) as error:  # TensorStore's errors are ValueErrors
             raise self._save_failed(error) from error
+
+    def is_complete(self, loop_index: int) -> bool:
+        """Whether that checkpoint is in place, whole; a look at the folder, which does not wait."""
+        return (self._folder / str(loop_index) / "params").is_dir()
+
+    def problem(self) -> UserError | None:
+        """Why this process could not write its part of a save; nothing is waited for."""
+        return None if self._problem is None else self._save_failed(self._problem)
+
+    def _failed(self, error: Exception) -> None:
+        self._problem = error
 
     def wait(self) -> None:
         """Blocks until the last save is complete.
@@ -164,7 +192,9 @@ class CheckpointStore:
             )
         position, _ = _read_resume(folder)
         check_settings(folder, self._settings)
-        return read_state(folder, target), position
+        state = read_state(folder, target)
+        self._timer.committed = loop_index
+        return state, position
 
     def _save_failed(self, error: Exception) -> UserError:
         """Frees the space of the failed save and says what is still there."""
@@ -208,8 +238,8 @@ def check_settings(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
         raise UserError(
             f"{folder} was trained with other settings:\n    "
             + "\n    ".join(changed)
-            + "\nResume with the saved ones (the run's options are in its config.json), or start a run of its own from "
-            f"these weights: another --exp-name with --weight-loader.params-path={folder / 'params'}"
+            + "\nResume with the saved ones (leave these options out: the run's config.json has them), or start a run "
+            f"of its own from these weights: another --exp-name with --weight-loader.params-path={folder / 'params'}"
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.exchange import from_first
+from openpi_accel.sizes import format_bytes
 from openpi_accel.train.checkpoint import MAX_TO_KEEP
 from openpi_accel.train.checkpoint_tree import to_items
 from openpi_accel.train.run_folder import committed_steps, reclaimable_bytes
@@ -61,7 +62,7 @@ def judge(
     """
     if free_bytes >= most * one_bytes:
         return "", ""
-    sizes = f"{free_bytes / 1e9:.1f} GB are free for checkpoints in {folder}, and one takes {one_bytes / 1e9:.1f} GB"
+    sizes = f"{format_bytes(free_bytes)} are free for checkpoints in {folder}, and one takes {format_bytes(one_bytes)}"
     kept = "" if keep_period is None else f", or keep fewer for good (--keep-period, now {keep_period}, or None)"
     smaller = "A checkpoint is smaller with --ema-decay None, and with less that trains (--freeze, adapters)."
     if free_bytes < one_bytes:

@@ -2,26 +2,27 @@
 
 import contextlib
 import dataclasses
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.sharding import batch_sharding, replicated
 from openpi_accel.train.checkpoint import CheckpointStore, Position
+from openpi_accel.train.disk_space import checkpoint_bytes
+from openpi_accel.train.guard import Guard
 from openpi_accel.train.metrics import MetricsWriter
+from openpi_accel.train.preemption import stop_signals
 from openpi_accel.train.prefetch import DevicePrefetcher, LoadedBatch
 from openpi_accel.train.progress import ProgressReport
 from openpi_accel.train.start import shardings_of
 from openpi_accel.train.step import Step
 from openpi_accel.train.validation import Validation
 from openpi_accel.train.watch import LoopConfig, StepWatch
+from openpi_accel.train.watchdog import DATA, END, SAVE, STEP, VALIDATE
 from openpi_accel.types import TrainState
 
 
@@ -31,13 +32,15 @@ class RunResult:
 
     Attributes:
         state: the last state; None where nothing was left to do.
-        next_step: the step that a resumed run would do first.
-        exit_code: 0; 143 after SIGTERM and 130 after Ctrl-C, with everything saved.
+        next_step: the one after the last that was done.
+        exit_code: 0; after SIGTERM that of the run's Preemption (143), and 130 after Ctrl-C.
+        unsaved: why the last steps were not saved; empty where they were.
     """
 
     state: TrainState | None
     next_step: int
     exit_code: int
+    unsaved: str = ""
 
 
 def compile_step(step: Step, mesh: Mesh, state_shardings: TrainState) -> jax.stages.Wrapped:
@@ -83,12 +86,13 @@ def run(
     metrics: MetricsWriter,
     *,
     position: Position | None = None,
-    on_first_batch: Callable[[Any], None] | None = None,
+    on_first_batch: Callable[[LoadedBatch], None] | None = None,
     on_saved: Callable[[], object] = lambda: None,
     rows_of: Callable[[np.ndarray], np.ndarray] = np.asarray,
     validation: Validation | None = None,
     skipped: Callable[[], Sequence[tuple[int, str]]] = tuple,
     show: bool = True,
+    guard: Guard | None = None,
 ) -> RunResult:
     """Trains until num_train_steps, a stop signal, or a non-finite loss.
 
@@ -111,6 +115,7 @@ def run(
         on_saved: called whenever a checkpoint of this run is known to be complete, but for the one of a stop signal.
         rows_of: sample ids -> rows of the dataset, by which a person can look samples up.
         show: print progress (process 0).
+        guard: hears what the run does, and knows of SIGTERM.
 
     Raises:
         NonFiniteError: loss or gradient norm is NaN or infinite; at most one more step has run by then, nothing of it
@@ -121,12 +126,33 @@ def run(
     index = first_step - 1
     progress = ProgressReport(config.num_train_steps, first_step) if show else None
     watch = StepWatch(config, store.folder, metrics, progress, position.unlogged if position else {}, rows_of)
-    has_saved = False
+    has_saved, unsaved = False, ""
+    saving: int | None = None
+    guard = guard or Guard()
+    clock, preemption = guard.clock, guard.preemption
+    guard.committed, guard.save_problem = lambda: store.timer.committed, store.problem
+    save_bytes = checkpoint_bytes(state)
+
+    def announce() -> None:
+        """Tells once that the checkpoint which was being written is complete."""
+        nonlocal saving
+        if progress is not None and saving is not None and store.is_complete(saving):
+            progress.say(f"saved {store.folder / str(saving)} (step {saving})")
+            saving = None
+
+    def finish_step() -> None:
+        clock.begin(STEP)
+        watch.finish_step()
+        clock.begin(DATA)
+
     prefetcher = DevicePrefetcher(loader, batch_sharding(mesh))
     try:
-        with _stop_signals() as stop:
+        with stop_signals(preemption):
             for index in range(first_step, config.num_train_steps):
-                item, wait_s = prefetcher.next(watch.finish_step)
+                announce()
+                clock.begin_step(index)
+                item, wait_s = prefetcher.next(finish_step)
+                clock.begin(STEP)
                 if item is None:
                     raise UserError(
                         f"The data ended before step {index} of {config.num_train_steps}. Give more episodes, or lower "
@@ -134,75 +160,54 @@ def run(
                     )
                 if index == first_step:
                     if on_first_batch is not None:
-                        on_first_batch(item.host.batch)
+                        on_first_batch(item.host)
                     watch.reset_timing()
                 state, values = step(state, item.batch, train_rng)
                 watch.started(index, values, item.host.sample_ids, wait_s)
-                stopping = stop.asked(index) or index == config.num_train_steps - 1
-                if stopping or config.saves_after(index, first_step):
+                asked = preemption.asked(index)
+                stopping = asked or index == config.num_train_steps - 1
+                if asked:
+                    unsaved = preemption.too_late_to_save(store.timer.predict_s(save_bytes))
+                if not unsaved and (stopping or config.saves_after(index, first_step)):
                     watch.read_all()  # nothing is committed before its step is known to be finite
+                    clock.begin(SAVE)
                     next_sample = item.host.next_sample
                     store.save(
                         index,
                         state,
                         Position(next_sample=next_sample, unlogged=watch.unlogged(), skipped=tuple(skipped())),
                     )
-                    if has_saved:  # this save has waited for the one before
+                    announce()  # this save has waited for the one before
+                    if has_saved:
                         on_saved()
-                    has_saved = True
+                    has_saved, saving = True, index
                     metrics.save_loss_curve()
-                if validation is not None and (stopping or (index % validation.interval == 0 and index > first_step)):
+                measured = index == config.num_train_steps - 1 or (
+                    validation is not None and index % validation.interval == 0 and index > first_step
+                )
+                if validation is not None and measured and not asked:  # the grace of a signal is for saving
+                    clock.begin(VALIDATE)
                     watch.validated(index, validation.loss, state)
                 if stopping:
+                    watch.show_last()
                     break
+            clock.begin(SAVE)
             store.wait()
-            if has_saved and stop.signal is None:  # a run stopped at once may have been a mistake
+            announce()
+            clock.begin(END)
+            if unsaved:
+                unsaved += f"; {guard.kept()}"
+            if has_saved and preemption.signal is None:  # a run stopped at once may have been a mistake
                 on_saved()
     except BaseException:
         with contextlib.suppress(UserError):  # a save under way is completed; the first error is the one to tell
             store.wait()
+            announce()
         raise
     finally:
         prefetcher.close()
         if progress is not None:
             progress.close()
-    exit_code = 0 if stop.signal is None or index == config.num_train_steps - 1 else 128 + stop.signal
-    return RunResult(state=state, next_step=index + 1, exit_code=exit_code)
-
-
-@dataclasses.dataclass
-class _Stop:
-    """Whether the run was asked to end early, and by which signal."""
-
-    signal: int | None = None
-
-    def asked(self, index: int) -> bool:
-        """To be called by every process after every step; all of them get the same answer after the same step."""
-        # JAX itself watches for SIGTERM where there are several processes, and has them agree on a step.
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(index):
-            self.signal = signal.SIGTERM
-        return self.signal is not None
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    """SIGTERM and the first Ctrl-C are noted, to be obeyed after the step; a second Ctrl-C interrupts at once.
-
-    With several processes SIGTERM to any one of them stops all after the same step. Ctrl-C keeps its usual effect.
-    """
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread() or jax.process_count() > 1:
-        yield stop
-        return
-
-    def note(number: int, frame: Any) -> None:
-        if stop.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.signal = stop.signal or number
-
-    old = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    done = index == config.num_train_steps - 1 and not unsaved
+    exit_code = 0 if done or preemption.signal is None else preemption.exit_code
+    return RunResult(state=state, next_step=index + 1, exit_code=exit_code, unsaved=unsaved)

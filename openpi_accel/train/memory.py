@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from openpi_accel.errors import UserError
-
-_GIB = 2**30
+from openpi_accel.sizes import format_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +29,8 @@ class StepMemory:
 
     def __str__(self) -> str:
         return (
-            f"{self.total / _GIB:.1f} GiB on each device: {self.state / _GIB:.1f} of state and batch, "
-            f"{self.temporaries / _GIB:.1f} within the step"
+            f"{format_bytes(self.total)} on each device: {format_bytes(self.state)} of state and batch, "
+            f"{format_bytes(self.temporaries)} within the step"
         )
 
 
@@ -91,7 +90,7 @@ def require_memory(
     advice += [f"--fsdp-devices {fitting[0]}"] if fitting else []
     advice += further
     raise UserError(
-        f"The step needs {need}. JAX may use {limit / _GIB:.1f} GiB of it. What may help: "
+        f"The step needs {need}. JAX may use {format_bytes(limit)} of it. What may help: "
         f"{', or '.join(advice) or 'a device with more memory'}. "
         "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment lets JAX use most of a device."
     )

@@ -9,13 +9,15 @@ import json
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from tensorboardX import SummaryWriter
 
 from openpi_accel.errors import UserError
+from openpi_accel.train.contact_sheet import contact_sheet
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -75,21 +77,19 @@ class MetricsWriter:
                 self._wandb = None
 
     def save_images(
-        self, images: Mapping[str, np.ndarray], name: str = "first_batch.png", max_samples: int = 8
+        self, images: Mapping[str, np.ndarray], captions: Sequence[str] = (), name: str = "first_batch.png"
     ) -> None:
-        """One picture, cameras as rows and samples as columns.
+        """One labelled picture (`contact_sheet`).
 
         Args:
             images: camera -> B H W 3 uint8.
+            captions: of the samples.
             name: file in the run folder.
-            max_samples: columns at most.
         """
         if not self._enabled or not images:
             return
-        from PIL import Image
-
-        grid = np.concatenate([np.concatenate(list(batch[:max_samples]), axis=1) for batch in images.values()], axis=0)
-        self._save_picture(name, lambda path: Image.fromarray(grid).save(path, format="PNG"))
+        sheet = contact_sheet(images, captions)
+        self._save_picture(name, lambda path: Image.fromarray(sheet).save(path, format="PNG"))
 
     def save_loss_curve(self, name: str = "loss_curve.png") -> None:
         """Draws loss and gradient norm over the steps of metrics.jsonl."""

@@ -20,10 +20,11 @@ class ProgressReport:
     Args:
         num_steps: the last step is num_steps - 1.
         first_step: the step that this process starts with.
-        stream: where to write; a terminal gets a moving bar.
+        stream: where to write, None is stdout; a terminal gets a moving bar.
     """
 
-    def __init__(self, num_steps: int, first_step: int, stream: TextIO = sys.stdout) -> None:
+    def __init__(self, num_steps: int, first_step: int, stream: TextIO | None = None) -> None:
+        stream = stream or sys.stdout
         self._num_steps = num_steps
         self._stream = stream
         self._bar: Progress | None = None

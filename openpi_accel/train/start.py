@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from openpi_accel import tree
 from openpi_accel.parallel.sharding import MIN_NUM_ELEMENTS, state_shardings
@@ -20,7 +20,7 @@ def abstract_state(
     tx: optax.GradientTransformation,
     is_trainable: IsTrainable,
     ema_decay: float | None,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     min_num_elements: int = MIN_NUM_ELEMENTS,
 ) -> TrainState:
     """The state's shapes, dtypes and shardings (jax.ShapeDtypeStruct leaves); computes nothing.

@@ -92,6 +92,7 @@ class StepWatch:
         if not all(math.isfinite(value) for value in values.values()):
             raise self._not_finite(values)
         self._flight.popleft()
+        self._last_read = started.index
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
         self._timed_steps += 1
@@ -126,6 +127,12 @@ class StepWatch:
         if self._progress is not None:
             self._progress.say(f"step {index} | validation loss {loss:.4f}")
         self._last_log_s += time.perf_counter() - start
+
+    def show_last(self) -> None:
+        """Shows the loss of the last step that was read, unless the log has just done so."""
+        if self._progress is not None and self._values:
+            index, loss = self._last_read, self._values["loss"][-1]
+            self._progress.say(f"step {index}/{self._config.num_train_steps} | loss {loss:.4f} (this step alone)")
 
     def reset_timing(self) -> None:
         """Figures of speed count from here."""

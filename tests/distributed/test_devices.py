@@ -88,6 +88,18 @@ def test_a_checkpoint_of_eight_devices_goes_on_with_fewer(tmp_path: pathlib.Path
     assert_close(losses(tmp_path / "moved"), losses(tmp_path / "straight"))
 
 
+def test_a_checkpoint_moves_to_other_arrangements_and_nodes(tmp_path: pathlib.Path) -> None:
+    """Saved by 2 x 4 devices of one node, gone on with by two nodes of 2 x 2, then by 8 in one group."""
+    assert jax.device_count() == 8
+    run = tmp_path / "moved"
+    toy.train(tmp_path / "straight", 6)
+    toy.train(run, 2, mesh=make_mesh(4))
+    options = ("--devices", 4, "--expect-devices", 8, "--fsdp", 2, "--resume")
+    finish(*(run_worker(run, 4, *options, env=env) for env in cluster_of_two()))
+    toy.train(run, 6, mesh=make_mesh(8), resume=True)
+    assert_close(losses(run), losses(tmp_path / "straight"))
+
+
 def test_two_processes_train_save_and_resume_as_one(tmp_path: pathlib.Path) -> None:
     toy.train(tmp_path / "one", 6)
     for num_steps, extra in ((3, ()), (6, ("--resume",))):

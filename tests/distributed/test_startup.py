@@ -90,5 +90,5 @@ def test_slow_shared_storage_passes_and_a_full_disk_stops_both(tmp_path: pathlib
     second.symlink_to(first)
     for output in outputs_of_refused(*processes):
         assert "passed\n" in output
-        assert "one takes 400000000.0 GB" in output and "choose another --checkpoint-base-dir" in output
+        assert "one takes 372529029.8 GiB" in output and "choose another --checkpoint-base-dir" in output
     assert list(first.iterdir()) == []

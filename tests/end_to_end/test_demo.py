@@ -12,7 +12,7 @@ from tests.conftest import REPO
 
 
 def demo(folder: pathlib.Path, *options: str, script: str = "demo.py") -> subprocess.CompletedProcess[str]:
-    env = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(REPO), "JAX_PLATFORMS": "cpu"}
+    env = {"PATH": os.environ["PATH"], "HOME": str(folder), "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, str(REPO / "scripts" / script), *options], env=env, capture_output=True, text=True, cwd=folder
     )
@@ -24,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("demo")
     options = ["pi05_demo", "--exp-name=short", "--batch-size=4", "--log-interval=1", "--num-workers=1"]
     first = demo(folder, *options, "--num-train-steps=6", "--overwrite")
-    second = demo(folder, *options, "--num-train-steps=9", "--resume")
+    second = demo(folder, "pi05_demo", "--exp-name=short", "--num-train-steps=9", "--resume")  # the rest is known
     return folder, first, second
 
 
@@ -39,6 +39,7 @@ def test_it_runs_and_says_where_everything_is(runs):
         assert (run / name).stat().st_size > 0
         assert name in first.stdout.replace("\n", "")
     assert list((run / "open_loop").glob("episode_*.png"))
+    assert "statistics: wrote" in first.stdout
 
 
 def test_resuming_continues_the_run(runs):
@@ -47,7 +48,13 @@ def test_resuming_continues_the_run(runs):
     assert second.returncode == 1, second.stdout + second.stderr
     assert "is there already" in second.stdout and "resumed" in second.stdout
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(9))
+    assert steps == list(range(9))  # --log-interval=1 is the first start's
+    config = json.loads((run / "config.json").read_text())
+    assert (config["batch_size"], config["num_train_steps"], config["resume"]) == (4, 9, False)
+    assert "with the options in its config.json\n  but for: --num-train-steps 9 (was 6)\n" in second.stdout
+    assert "norm_stats.json is there already" in second.stdout and "statistics: wrote" not in second.stdout
+    assert "over mean action's: the error divided by" in second.stdout
+    assert f"saved {run / '8'} (step 8)" in second.stdout
     assert (run / "8" / "params").is_dir() and (
         run / "8" / "assets" / "openpi_accel" / "demo" / "norm_stats.json"
     ).is_file()

@@ -1,15 +1,22 @@
 """The launchers' contract with users' scripts: arguments, variables, messages. The Python they start is a stand-in."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from openpi_accel.errors import UserError
+from openpi_accel.parallel.platforms import parse
+from openpi_accel.parallel.roll_call import roll_call
 from tests.conftest import REPO
 from tests.lerobot_writer import write_dataset
 
@@ -59,7 +66,7 @@ def launch(launcher: str, *arguments: str, root: pathlib.Path = REPO, cwd: pathl
         cwd=cwd or root,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,  # a busy machine
     )
 
 
@@ -135,6 +142,25 @@ def test_variables_become_options(stand_in):
     ]  # fmt: skip
 
 
+def test_a_resumed_run_keeps_its_own_options(stand_in, tmp_path):
+    base = ["--checkpoint-base-dir", str(tmp_path)]
+    fresh = Started(launch("run_opt.sh", *base, OPENPI_PYTHON=str(stand_in), EXP_NAME="a", RESUME="1"))
+    assert "--model.max-token-len" in fresh.options  # a run without config.json says nothing about itself
+    saved = tmp_path / "pi05_libero" / "a" / "config.json"
+    saved.parent.mkdir(parents=True)
+    saved.write_text("{}")
+    for extra, env in (([], {"RESUME": "1"}), (["--resume"], {})):
+        done = launch("run_opt.sh", *base, *extra, OPENPI_PYTHON=str(stand_in), EXP_NAME="a", **env)
+        options = Started(done).options
+        assert options[0] == "--exp-name=a" and "--resume" in options and "--overwrite" not in options
+        assert not {"--num-workers", "--model.max-token-len"} & set(options)
+        assert f"resuming with the options in {saved}" in done.stderr
+    elsewhere = launch("run_opt.sh", *base, OPENPI_PYTHON=str(stand_in), EXP_NAME="a", RESUME="1", cwd=tmp_path)
+    assert not any(option.startswith("--assets-base-dir") for option in Started(elsewhere).options)
+    anew = Started(launch("run_opt.sh", *base, OPENPI_PYTHON=str(stand_in), EXP_NAME="a"))
+    assert "--model.max-token-len" in anew.options and "--overwrite" in anew.options
+
+
 def test_the_users_own_choice_wins(stand_in):
     own = ["--num-workers=3", "--exp-name", "b", "--model.max-token-len", "48", "--resume"]
     done = launch("run_opt.sh", *own, OPENPI_PYTHON=str(stand_in), OPENPI_SKIP_IMAGES="", OPENPI_SKIP_VIDEO_DECODE="0")
@@ -208,6 +234,19 @@ def test_a_gpu_gets_the_flags_and_its_set(stand_in, tmp_path, driver, cuda):
     assert_refused(launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path), f"requirements/{cuda}.txt")
 
 
+def test_the_readme_lists_what_opt_prints_in_its_order(stand_in, tmp_path):
+    write_program(tmp_path / "gpu" / "nvidia-smi", f"#!{BASH}\necho 580.65.06\n")
+    path = f"{tmp_path / 'gpu'}:{os.environ['PATH']}"
+    done = launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("accelerations: ")]
+    line = re.sub(r"XLA_FLAGS='[^']*'", "XLA_FLAGS=", line)
+    printed = re.findall(r"[A-Z_]+(?==)|--[a-z.-]+", line)
+    text = (REPO / "README.md").read_text().split("## Switches")[1].split("| otherwise")[0]
+    rows = [row.split(" | ")[0] for row in text.splitlines() if row.startswith("| `")]
+    listed = [name for row in rows for name in re.findall(r"`([A-Z_]+|--[a-z.-]+)", row)]
+    assert listed == printed and len(printed) == 15
+
+
 def test_multinode_has_opts_settings(stand_in):
     nccl = {"NCCL_SOCKET_IFNAME": "eth1", "NCCL_IB_DISABLE": "1", "NPROC_PER_NODE": "8"}
     started = Started(launch("run_multinode.sh", OPENPI_PYTHON=str(stand_in), **NODE, **nccl))
@@ -279,13 +318,60 @@ def test_multinode_stops_where_the_node_is_not_ready(real_doctor, tmp_path):
     assert Started(done) and "warning: " in done.stderr  # MASTER_ADDR is this node, and this is node 1
 
     broken = env | {"NCCL_SOCKET_IFNAME": "nothing0"}
-    done = launch("run_multinode.sh", "pi05_libero", *options, **broken)
+    with node_0_of(broken) as heard:
+        done = launch("run_multinode.sh", "pi05_libero", *options, **broken)
+    (message,) = heard  # long before its own time was over
+    assert "Rank 1 (" in message and "a look at it found what must be mended first" in message
     assert_refused(done, "NCCL interface", "NCCL_SOCKET_IFNAME=nothing0")
     assert "OPENPI_DOCTOR=0" in done.stderr
     assert Started(launch("run_multinode.sh", "pi05_libero", *options, **broken, OPENPI_DOCTOR="0"))
 
-    done = launch("run_multinode.sh", "pi05_libero", "--no-such-option", **env)
+    with node_0_of(env) as heard:
+        done = launch("run_multinode.sh", "pi05_libero", "--no-such-option", **env)
     assert done.returncode == 2 and done.stdout == "" and "no-such-option" in done.stderr
+    (message,) = heard
+    assert "its command line was not understood" in message
+
+
+@contextlib.contextmanager
+def node_0_of(env: dict[str, str]):
+    """Waits for the others as node 0 does; hands out what it is told."""
+    cluster = dataclasses.replace(parse(env), process_id=0)
+    heard: list[str] = []
+
+    def wait() -> None:
+        try:
+            roll_call(cluster, 300, lambda line: None)
+        except UserError as error:
+            heard.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield heard
+    thread.join(timeout=200)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["pi05_liber"], "Did you mean pi05_libero?"),
+        (["pi05_libero", "--no-such-option"], "command line was not understood"),
+    ],
+)
+def test_training_tells_the_others_of_a_wrong_option(tmp_path, words, reason):
+    env = NODE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "JAX_PLATFORMS": "cpu"}
+    with node_0_of(env) as heard:
+        done = subprocess.run(
+            [sys.executable, REPO / "scripts" / "train.py", *words],
+            env=env | {"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    (message,) = heard
+    assert message.startswith("Rank 1 (") and "cannot start, so nobody does: " in message and reason in message
 
 
 def test_a_doctor_that_breaks_down_stops_nothing(tmp_path):

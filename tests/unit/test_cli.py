@@ -29,6 +29,13 @@ def test_a_path_that_cannot_be_used_is_named(number: int, capsys: pytest.Capture
     assert "some/folder" in capsys.readouterr().err
 
 
-def test_a_fault_of_the_program_keeps_its_traceback() -> None:
-    with pytest.raises(OSError, match="connection"):
-        cli.run(lambda: (_ for _ in ()).throw(OSError(errno.ECONNRESET, "connection", None)))
+def test_a_fault_of_the_program_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit(OSError(errno.ECONNRESET, "connection", None)) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback") and shown.count("connection") == 1
+
+
+def test_another_way_to_end_gets_the_code() -> None:
+    codes: list[int] = []
+    cli.run(lambda: 143, codes.append)
+    assert codes == [143]

@@ -65,6 +65,17 @@ def test_error_or_skip(arguments, worker_cpu):
     assert len(set(states.tolist())) == 11 and len(states) == 12  # one other row twice, for the bad one
 
 
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_file_that_vanishes_during_the_run_is_named(arguments, tmp_path, kind):
+    root = write_dataset(tmp_path / kind / "dataset", version="v2.1", kind=kind, lengths=(7, 5))
+    with built([*arguments, f"--data.path={root}"]).loader() as loader:
+        gone = sorted(root.glob("videos/**/*.mp4" if kind == "video" else "data/**/*.parquet"))[1]
+        gone.unlink()
+        with pytest.raises(BadSample, match=rf"episode 1, frame \d, .*{gone.name}.* is missing.* [Ff]etch"):
+            for _ in range(3):
+                next(loader)
+
+
 def test_a_pack_notes_the_frame_and_training_skips_it(arguments, tmp_path, capsys):
     packed = [*arguments, f"--data.packed={tmp_path / 'packed'}", "--data.on-corrupt=skip"]
     assert pack_main(["pi05_lerobot", *packed], {}) == 0

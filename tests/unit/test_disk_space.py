@@ -81,7 +81,7 @@ def test_what_is_said() -> None:
     assert judge(run, 100 * 10**9, 50 * 10**9, 2, keep_period=None) == ("", "")
     assert judge(run, 0, 50 * 10**9, 0, keep_period=None) == ("", "")  # nothing will be saved
     error, warning = judge(run, 49 * 10**9, 50 * 10**9, 2, keep_period=None)
-    assert "49.0 GB are free" in error and "one takes 50.0 GB" in error and "--checkpoint-base-dir" in error
+    assert "45.6 GiB are free" in error and "one takes 46.6 GiB" in error and "--checkpoint-base-dir" in error
     assert warning == ""
     error, warning = judge(run, 60 * 10**9, 50 * 10**9, 2, keep_period=None)
     assert (

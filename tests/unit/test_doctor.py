@@ -19,6 +19,7 @@ from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.presets import get_preset
 from openpi_accel.data.norm_stats import NormStats, Statistics, norm_stats_path, save_norm_stats
 from openpi_accel.errors import UserError
+from openpi_accel.parallel.platforms import Cluster
 from openpi_accel.tools.doctor import devices, files, gpus, limits, network, rdma
 from openpi_accel.tools.doctor.command import main
 from openpi_accel.tools.doctor.finding import Finding, examine
@@ -253,30 +254,44 @@ def test_nccl_settings_are_shown() -> None:
     assert network.nccl_settings({}).level == "ok"
 
 
-def test_coordinator() -> None:
-    def look(addresses: list[str], **env: str) -> Finding:
-        return network.coordinator({"MASTER_ADDR": "node0"} | env, lambda host: addresses)
+def node_of_two(rank: int, host: str = "node0", port: int = 29500) -> Cluster:
+    return Cluster(host=host, port=port, num_processes=2, process_id=rank, started_by="a test")
 
-    assert network.coordinator({}, failing(OSError())).level == "ok"
-    found = look(["10.0.0.1", "10.0.0.1"], RANK="1")
-    assert (found.level, found.seen) == ("ok", "MASTER_ADDR=node0 is 10.0.0.1")
-    absent = network.coordinator({"MASTER_ADDR": "nod0"}, failing(socket.gaierror(-2, "Name or service not known")))
+
+def test_coordinator() -> None:
+    def look(rank: int, addresses: list[str]) -> Finding:
+        return network.coordinator(node_of_two(rank), lambda host: addresses)
+
+    assert network.coordinator(None, failing(OSError())).level == "ok"
+    found = look(1, ["10.0.0.1", "10.0.0.1"])
+    assert found.level == "ok"
+    assert found.seen == "started by a test: node 1 of 2, coordinator node0:29500, which is 10.0.0.1"
+    absent = network.coordinator(node_of_two(1, "nod0"), failing(socket.gaierror(-2, "Name or service not known")))
     assert absent.level == "warning" and "nod0" in absent.seen and "not known" in absent.seen
-    assert look(["127.0.1.1", "::1"], RANK="0").level == "ok"
-    assert look(["127.0.1.1", "::1"], RANK="1").level == "warning"
-    assert look(["fe80::1%eth0"], RANK="1").level == "ok"
+    assert look(0, ["127.0.1.1", "::1"]).level == "ok"
+    assert look(1, ["127.0.1.1", "::1"]).level == "warning"
+    assert look(1, ["fe80::1%eth0"]).level == "ok"
 
 
 def test_coordinators_port() -> None:
-    env = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "RANK": "0"}
     taken = failing(OSError(errno.EADDRINUSE, "Address already in use"))
-    assert network.coordinator_port({}, taken).level == "ok"
-    assert network.coordinator_port(env | {"RANK": "1"}, taken).level == "unknown"
-    assert network.coordinator_port(env, lambda port: None).level == "ok"
-    found = network.coordinator_port(env, taken)
+    assert network.coordinator_port(None, taken).level == "ok"
+    assert network.coordinator_port(node_of_two(1), taken).level == "unknown"
+    assert network.coordinator_port(node_of_two(0), lambda port: None).level == "ok"
+    found = network.coordinator_port(node_of_two(0), taken)
     assert found.level == "error" and "29500: Address already in use" in found.seen and "MASTER_PORT" in found.advice
-    refused = network.coordinator_port(env | {"MASTER_PORT": "80"}, failing(OSError(errno.EACCES, "Permission denied")))
+    refused = network.coordinator_port(node_of_two(0, port=80), failing(OSError(errno.EACCES, "Permission denied")))
     assert refused.level == "error" and "29500" in refused.advice
+
+
+def test_nodes_are_what_training_takes_them_for(capsys: pytest.CaptureFixture[str], node: Machine) -> None:
+    srun = {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[07-08]"}
+    _, findings = look(capsys, node, "--quick", SLURM_JOB_ID="7", **srun)
+    assert findings["coordinator"].seen.startswith("started by Slurm: node 1 of 2, coordinator gpu07:61447")
+    assert findings["coordinator's port"].level == "unknown"
+    code, findings = look(capsys, node, "--quick", MASTER_ADDR="node0", WORLD_SIZE="2")
+    assert code == 1 and findings["nodes"].level == "error" and "coordinator" not in findings
+    assert "MASTER_PORT is not set (nor RANK)" in findings["nodes"].advice
 
 
 def test_a_port_that_is_listened_on_is_not_free() -> None:
@@ -290,14 +305,15 @@ def test_a_port_that_is_listened_on_is_not_free() -> None:
 
 def test_offline_and_proxy() -> None:
     assert network.offline({"HF_HUB_OFFLINE": "1"}).seen == "HF_HUB_OFFLINE=1"
-    assert network.offline({}).level == network.proxy({}).level == "ok"
-    env = {"HTTPS_PROXY": "http://me:secret@proxy:3128", "MASTER_ADDR": "10.0.0.1"}
-    found = network.proxy(env)
+    assert network.offline({}).level == network.proxy({}, None).level == "ok"
+    env = {"HTTPS_PROXY": "http://me:secret@proxy:3128"}
+    cluster = node_of_two(1, "10.0.0.1")
+    found = network.proxy(env, cluster)
     assert found.level == "warning" and "//***@proxy:3128" in found.seen and "secret" not in found.seen
     assert "no_proxy=10.0.0.1" in found.advice
-    assert network.proxy(env | {"no_proxy": "localhost,10.0.0.0/8"}).level == "ok"
-    assert network.proxy(env | {"MASTER_ADDR": "node0.cluster", "no_proxy": "*.cluster"}).level == "ok"
-    assert network.proxy({"HTTPS_PROXY": "http://proxy"}).level == "ok"  # one node
+    assert network.proxy(env | {"no_proxy": "localhost,10.0.0.0/8"}, cluster).level == "ok"
+    assert network.proxy(env | {"no_proxy": "*.cluster"}, node_of_two(1, "node0.cluster")).level == "ok"
+    assert network.proxy({"HTTPS_PROXY": "http://proxy"}, None).level == "ok"
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -489,7 +505,7 @@ def test_the_whole_look(capsys: pytest.CaptureFixture[str], node: Machine, files
         capsys, node, *files_there, *tiny, "--model.vision-variant=tiny", "--model.vocab-size=512", JAX_PLATFORMS="cpu"
     )
     assert code == 1 and [name for name, found in findings.items() if found.level == "error"] == ["free disk"]
-    assert "one checkpoint takes 0.00" in findings["free disk"].seen
+    assert "one checkpoint takes 4.3 MiB" in findings["free disk"].seen
     assert findings["JAX devices"].seen == "8 x cpu" and "over 8 devices" in findings["first all-reduce"].seen
     assert "frames" in findings["dataset"].seen
 

@@ -176,7 +176,7 @@ def test_results_are_saved(source, tmp_path):
     policy = KnownPolicy(source, np.zeros(3))
     evaluation = evaluate(policy, source.dataset.episode_starts[:-1], trained_on=(0, 1, 2))
     pictures = save_results(policy, evaluation, tmp_path / "out", num_steps=2, seed=0)
-    longest = np.argsort(-np.diff(source.dataset.episode_starts), kind="stable")[:3]
+    longest = sorted(np.argsort(-np.diff(source.dataset.episode_starts), kind="stable")[:3])
     assert [path.name for path in pictures] == [f"episode_{number}.png" for number in longest]
     width, height = Image.open(pictures[0]).size
     assert width > 800 and height > 200

@@ -45,7 +45,21 @@ def test_compare(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> 
     assert differences["same"].absolute == differences["cast"].absolute == 0
     assert np.isinf(differences["nan"].absolute)
     assert main([str(first), "--compare", str(second)]) == 0
-    assert "largest relative difference inf in nan" in capsys.readouterr().out
+    assert "is inf in nan (inf where the largest entry is 1)" in capsys.readouterr().out
+
+
+def test_a_leaf_near_zero_does_not_differ_by_millions(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write(tmp_path / "a", {"bias": jnp.full(3, 2e-4), "kernel": jnp.full(3, 2.0), "zero": jnp.zeros(3)})
+    second = write(tmp_path / "b", {"bias": jnp.full(3, 1e-12), "kernel": jnp.full(3, 1.0), "zero": jnp.zeros(3)})
+    for one, other in ((first, second), (second, first)):
+        differences, _ = compare(open_tree(one), open_tree(other))
+        assert differences["bias"].relative == pytest.approx(1) and differences["bias"].absolute == pytest.approx(2e-4)
+        assert differences["kernel"].relative == 0.5 and differences["zero"].relative == 0
+    assert main([str(first), "--compare", str(second)]) == 0
+    out = capsys.readouterr().out
+    assert "is 1 in bias (0.0002 where the largest entry is 0.0002)" in out and "12 bytes" in out
 
 
 def test_other_names_or_shapes_exit_with_1(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

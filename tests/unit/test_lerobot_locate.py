@@ -27,7 +27,7 @@ def test_a_given_folder_is_taken_alone(tmp_path: pathlib.Path, environment: Envi
     make(environment.hf_lerobot_home / "org/name")
     folder = make(tmp_path / "mine")
     assert find_dataset("org/name", str(folder), environment) == folder
-    with pytest.raises(UserError, match=r"no folder .*/yours\. Set DATA_PATH"):
+    with pytest.raises(UserError, match=r"no folder .*/yours\. Give the dataset.s folder: --data\.path .*DATA_PATH"):
         find_dataset("org/name", str(tmp_path / "yours"), environment)
 
 
@@ -57,6 +57,7 @@ def test_the_main_branch_else_the_newest_whole_snapshot(environment: Environment
 
 def test_nowhere(environment: Environment) -> None:
     with pytest.raises(
-        UserError, match=r"org/name is not on this machine.*DATA_PATH.*hf download org/name --repo-type dataset"
+        UserError,
+        match=r"org/name is not on this machine.*DATA_PATH[^\n]*\n    hf download org/name --repo-type dataset",
     ):
         find_dataset("org/name", None, environment)

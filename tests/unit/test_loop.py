@@ -19,8 +19,10 @@ import pytest
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.mesh import make_mesh
 from openpi_accel.train import start
+from openpi_accel.train.guard import Guard
 from openpi_accel.train.loop import compile_step
 from openpi_accel.train.metrics import hash_sample_ids, read_rows
+from openpi_accel.train.preemption import Preemption
 from openpi_accel.train.run_folder import committed_steps
 from openpi_accel.train.step import make_train_step
 from openpi_accel.train.watch import NonFiniteError
@@ -118,6 +120,30 @@ def test_a_stop_signal_finishes_the_step_and_saves(tmp_path: pathlib.Path, numbe
     assert figures(tmp_path / "stopped") == figures(tmp_path / "straight")
 
 
+def test_what_does_not_fit_into_the_grace_is_not_begun(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.train(tmp_path / "stopped", 3)
+    monkeypatch.setattr("openpi_accel.train.save_time.ASSUMED_BYTES_PER_S", 100.0)  # minutes, for the toy
+
+    def signalling() -> Iterator[toy.Loaded]:
+        for loaded in toy.batches(3 * toy.BATCH):
+            if loaded.next_sample == 10 * toy.BATCH:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield loaded
+
+    guard = Guard(Preemption(grace_s=30, exit_code=75))
+    result, _ = toy.train(tmp_path / "stopped", 1000, resume=True, loader=signalling(), guard=guard)
+    assert result.exit_code == 75
+    assert re.fullmatch(
+        r"a save takes about \d{3} s, and 2[0-6] s are left of --grace-s 30, so none was begun; checkpoint 2 is "
+        r"complete: go on with --resume \(launchers: RESUME=1\)",
+        result.unsaved,
+    )
+    assert committed_steps(tmp_path / "stopped") == [2]
+    toy.train(tmp_path / "stopped", 25, resume=True)
+    toy.train(tmp_path / "straight", 25)
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "straight")
+
+
 def test_waiting_for_data_is_seen(tmp_path: pathlib.Path) -> None:
     def slow() -> Iterator[toy.Loaded]:
         for loaded in toy.batches():
@@ -155,7 +181,22 @@ def test_the_first_batch_is_shown(tmp_path: pathlib.Path) -> None:
     seen: list[Any] = []
     toy.train(tmp_path, 3, on_first_batch=seen.append)
     assert len(seen) == 1
-    np.testing.assert_array_equal(seen[0]["x"], next(toy.batches()).batch["x"])
+    np.testing.assert_array_equal(seen[0].batch["x"], next(toy.batches()).batch["x"])
+
+
+def test_the_last_loss_and_every_complete_checkpoint_are_told(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.train(tmp_path, 8, log_interval=5, save_interval=3, keep_period=1, show=True)
+    lines = capsys.readouterr().out.splitlines()
+    saved = [f"saved {tmp_path / str(step)} (step {step})" for step in (3, 6, 7)]
+    assert [line for line in lines if line.startswith("saved ")] == saved
+    (last,) = [line for line in lines if line.startswith("step 7/8 | loss ")]
+    assert last.endswith(" (this step alone)") and lines.index(last) < lines.index(saved[-1])
+    toy.train(tmp_path, 11, resume=True, log_interval=5, show=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("this step alone" in line for line in lines)  # step 10 is in the log
+    assert sum(line.startswith("step 10/11 | loss ") for line in lines) == 1
 
 
 # Orbax never awaits the other writes once one has failed; they are collected here, not in a later test.

@@ -43,7 +43,7 @@ def test_what_would_fit_is_computed() -> None:
     need = StepMemory(state=50 * GIB, temporaries=100 * GIB)
     require_memory(need, 150 * GIB, batch_size=64, num_microbatches=1, fsdp_devices=1, num_devices=1)
     message = refusal(need, 100, batch_size=64, num_microbatches=1, fsdp_devices=1, num_devices=1)
-    assert "needs 150.0 GiB on each device: 50.0 of state and batch, 100.0 within the step" in message
+    assert "needs 150.0 GiB on each device: 50.0 GiB of state and batch, 100.0 GiB within the step" in message
     assert "JAX may use 100.0 GiB" in message and "XLA_PYTHON_CLIENT_MEM_FRACTION" in message
     assert "--num-microbatches 2, or --batch-size 32." in message and "--fsdp-devices" not in message
     in_parts = refusal(need, 100, batch_size=64, num_microbatches=2, fsdp_devices=1, num_devices=8)

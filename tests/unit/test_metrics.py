@@ -63,10 +63,10 @@ def test_pictures(tmp_path: pathlib.Path) -> None:
     writer = MetricsWriter(tmp_path)
     images = {name: np.full((3, 6, 5, 3), shade, np.uint8) for name, shade in (("base", 10), ("wrist", 200))}
     images["base"][2] = 99
-    writer.save_images(images, max_samples=8)
+    writer.save_images(images, ["row 3: episode 0 frame 3\nlift"] * 3)
     picture = np.asarray(Image.open(tmp_path / "first_batch.png"))
-    assert picture.shape == (2 * 6, 3 * 5, 3)
-    assert picture[0, 0, 0] == 10 and picture[0, 14, 0] == 99 and picture[11, 14, 0] == 200
+    assert picture.shape[1:] == (3 * 5, 3)
+    assert (picture[-6:] == 200).all() and (picture == 99).all(axis=-1).sum() == 6 * 5
     writer.save_loss_curve()
     assert not (tmp_path / "loss_curve.png").exists()  # nothing to draw yet
     for step in range(3):

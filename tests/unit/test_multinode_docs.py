@@ -87,6 +87,8 @@ def test_pods_run_the_launcher_in_place_of_their_shell(kind: str) -> None:
     else:
         pod = spec["pytorchReplicaSpecs"]["Master"]["template"]
     (script,) = container(pod)["args"]
+    (grace_s,) = re.findall(r"--grace-s (\d+)", script)
+    assert 0 < int(grace_s) <= pod["spec"]["terminationGracePeriodSeconds"]
     assert shell_problems(script) == "" and "exec bash run_multinode.sh" in script
     mounts = {mount["name"] for mount in container(pod)["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -104,7 +105,7 @@ def test_what_is_no_statistics_file_is_refused_with_the_command(tmp_path, text):
 
 
 def test_a_missing_file_names_the_command(tmp_path):
-    with pytest.raises(UserError, match=r"no normalisation statistics at .*norm_stats.json.* mend$"):
+    with pytest.raises(UserError, match=r"(?s)no normalisation statistics at .*norm_stats.json.* mend$"):
         load_norm_stats(tmp_path / "norm_stats.json", command="mend")
 
 
@@ -172,6 +173,32 @@ def test_a_nearly_constant_dimension_is_named_with_its_range():
         (warning,) = narrow_range_warnings(NormStats(state=narrow, actions=of([1.0])), how, command="again")
         assert "state dimension 1" in warning and "again --min-state-range 1" in warning
         assert ("0.002" if how == "quantile" else "0.00465") in warning
+
+
+@pytest.mark.parametrize("how", ["quantile", "zscore"])
+def test_the_warning_of_a_constant_dimension_says_what_normalising_makes_of_it(how):
+    values = np.full((100, 2), 0.7, np.float32)
+    values[:, 1] = np.linspace(-1, 1, 100)
+    stats = state_statistics(values, np.arange(100))
+    constant = 0.7 if how == "quantile" else stats.mean[0]
+    assert normalize(values[:1], stats, how)[0, 0] == pytest.approx(-1 if how == "quantile" else 0, abs=1e-6)
+    off = normalize(np.array([[constant + 0.01, 0]]), stats, how)[0, 0]
+    (warning,) = narrow_range_warnings(NormStats(state=of([1.0]), actions=stats), how, command="again")
+    assert warning.startswith("actions dimension 0 is constant (0.7 in every frame): it becomes ")
+    said = float(re.search(r"differs by 0.01 in other data becomes (\S+)\. Put", warning)[1])
+    assert said == pytest.approx(off, rel=0.05) and said > 9000
+    assert warning.endswith("Put a floor under it: again --min-action-range 1")
+    floored = with_min_range(stats, 1.0)
+    assert abs(normalize(np.array([[constant + 0.01, 0]]), floored, how)[0, 0]) < 0.1
+
+
+def test_a_dimension_that_seldom_moves_is_not_called_constant():
+    values = np.zeros((1000, 1))
+    values[500:505] = 1.0  # a gripper that closes in half a percent of the frames: both quantiles are 0
+    stats = state_statistics(values, np.arange(1000))
+    assert normalize(values, stats, "quantile").max() > 1e6
+    (warning,) = narrow_range_warnings(NormStats(state=of([1.0]), actions=stats), "quantile", command="again")
+    assert "nearly constant: its range" in warning and "is 0 (below 0.01)" in warning and "rules the loss" in warning
 
 
 def test_the_floor_widens_around_the_middle():

@@ -264,8 +264,27 @@ def test_states_out_of_range_are_counted_for_the_discrete_prompt(make):
     model = dataclasses.replace(MODEL, discrete_state_input=True, max_token_len=96)
     report = validate_before_training(make(dataset, model=model), np.arange(8), command="mend")
     assert report.num_clipped_state_values == 2
-    assert any("2 of 32 state values lie outside [-1, 1]" in warning for warning in report.warnings)
+    assert any(
+        warning.startswith("6.2 % of the state values (2 of 32) lie outside [-1, 1]") and "leave out 2 %" in warning
+        for warning in report.warnings
+    )
     assert validate_before_training(make(dataset), np.arange(8), command="mend").num_clipped_state_values == 0
+
+
+def test_what_the_quantiles_leave_out_is_no_warning(make):
+    dataset = FakeDataset(lengths=(300, 300))
+    state = np.random.default_rng(0).normal(0, 0.2, (600, 4))
+    dataset.columns["observation.state"] = state
+    model = dataclasses.replace(MODEL, discrete_state_input=True, max_token_len=96)
+    actions = dataset.chunk("action", np.arange(600), 4)[0]
+    source = make(dataset, model=model, norm_stats=stats_of(state=state, actions=actions))
+    report = validate_before_training(source, np.arange(600), command="mend")
+    assert report.num_clipped_state_values == 48  # six at either end of four columns: exactly 2 %
+    assert not any("state values" in warning for warning in report.warnings)
+    data = DataConfig(repo_id="f", normalization="zscore")
+    source = make(dataset, model=model, data=data, norm_stats=stats_of(state=state, actions=actions))
+    report = validate_before_training(source, np.arange(600), command="mend")
+    assert any("a third of normal data" in warning for warning in report.warnings)
 
 
 def stats_of(*, state, actions):

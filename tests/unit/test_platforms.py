@@ -169,6 +169,19 @@ def test_a_mistake_is_explained(env: dict[str, str], message: str) -> None:
         parse(env)
 
 
+def test_all_mistakes_are_told_at_once() -> None:
+    wrong = {"MASTER_ADDR": "10.0.0.1:29500", "MASTER_PORT": "http", "RANK": "x", "WORLD_SIZE": "two"}
+    with pytest.raises(UserError) as caught:
+        parse(wrong)
+    lines = str(caught.value).splitlines()
+    assert [line.split("=")[0] for line in lines] == ["WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR"]
+    with pytest.raises(UserError) as caught:
+        parse({"MASTER_PORT": "0", "RANK": "2", "WORLD_SIZE": "2"})
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("MASTER_ADDR is not set: ") and lines[1].startswith("RANK=2 is not right")
+    assert lines[2].startswith("MASTER_PORT=0 is not right") and len(lines) == 3
+
+
 def test_sixteen_nodes_of_eight_gpus_are_no_mistake() -> None:
     assert parse(GOOD | {"WORLD_SIZE": "16", "NPROC_PER_NODE": "8", "NNODES": "16"}) is not None
     assert parse(GOOD | {"WORLD_SIZE": "16", "NPROC_PER_NODE": "auto"}) is not None

@@ -5,6 +5,8 @@ import socket
 import threading
 import time
 
+import pytest
+
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.platforms import Cluster
 from openpi_accel.parallel.roll_call import roll_call
@@ -25,14 +27,22 @@ class Roll:
         self.said: list[str] = []
         self._threads: list[threading.Thread] = []
 
-    def start(self, name: str, rank: int, size: int = 3, timeout_s: float = 10, hosts: tuple[str, ...] = ()) -> None:
+    def start(
+        self,
+        name: str,
+        rank: int,
+        size: int = 3,
+        timeout_s: float = 10,
+        hosts: tuple[str, ...] = (),
+        trouble: str = "",
+    ) -> None:
         cluster = Cluster(
             host="127.0.0.1", port=self.port, num_processes=size, process_id=rank, started_by="a test", hosts=hosts
         )
 
         def call() -> None:
             try:
-                roll_call(cluster, timeout_s, self.said.append, remind_s=0.2)
+                roll_call(cluster, timeout_s, self.said.append, remind_s=0.2, trouble=trouble)
                 self.outcomes[name] = None
             except UserError as error:
                 self.outcomes[name] = str(error)
@@ -131,3 +141,33 @@ def test_a_taken_port_is_named() -> None:
     with socket.create_server(("", roll.port)):
         roll.start("0", 0)
         assert f"MASTER_PORT={roll.port} cannot be had" in (roll.join()["0"] or "")
+
+
+def test_one_that_cannot_start_is_not_waited_for() -> None:
+    for troubled in (0, 1):
+        roll = Roll()
+        for rank in (0, 1, 2):
+            roll.start(str(rank), rank, timeout_s=60, trouble="--seed is no number" if rank == troubled else "")
+        outcomes = roll.join()  # long before the time is over
+        assert len(set(outcomes.values())) == 1
+        (message,) = set(outcomes.values())
+        assert message is not None and message.startswith(f"Rank {troubled} (")
+        assert message.endswith(") cannot start, so nobody does: --seed is no number")
+
+
+def test_who_comes_later_hears_of_it_too() -> None:
+    roll = Roll()
+    roll.start("0", 0, timeout_s=60)
+    roll.start("1", 1, timeout_s=60, trouble="no dataset")
+    time.sleep(1)
+    assert roll.outcomes == {}  # rank 0 stays a while
+    roll.start("2", 2, timeout_s=60)
+    assert all("no dataset" in (message or "") for message in roll.join().values()) and len(roll.outcomes) == 3
+
+
+def test_it_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openpi_accel.parallel.roll_call._GRACE_S", 0.5)
+    roll = Roll()
+    roll.start("0", 0, timeout_s=60)
+    roll.start("1", 1, timeout_s=60, trouble="no dataset")
+    assert all("no dataset" in (message or "") for message in roll.join().values()) and len(roll.outcomes) == 2

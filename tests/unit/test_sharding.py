@@ -1,6 +1,7 @@
-"""Which axis is sharded: the whole table at full size, and the rules on small shapes."""
+"""Which axis is sharded: every leaf at full size, and the rules on small shapes."""
 
-import pathlib
+import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,96 +10,37 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from openpi_accel import tree
-from openpi_accel.config.schema import GEMMA_VARIANTS, SIGLIP_VARIANTS
 from openpi_accel.parallel.mesh import make_mesh
 from openpi_accel.parallel.sharding import RULES, batch_sharding, state_shardings
 from openpi_accel.train.start import abstract_state
+from tests import golden_specs
 from tests.unit import toy
 
-# The stacked layer axis is 0 wherever there is one; the mesh axis fsdp lies on the axis given here, None: replicated.
-GOLDEN_AXES_FSDP_4 = {
-    "PaliGemma/img/Transformer/encoderblock/MlpBlock_0/Dense_0/kernel": 2,
-    "PaliGemma/img/Transformer/encoderblock/MlpBlock_0/Dense_1/kernel": 1,
-    "PaliGemma/img/Transformer/encoderblock/MultiHeadDotProductAttention_0/key/kernel": 1,
-    "PaliGemma/img/Transformer/encoderblock/MultiHeadDotProductAttention_0/out/kernel": 3,
-    "PaliGemma/img/Transformer/encoderblock/MultiHeadDotProductAttention_0/query/kernel": 1,
-    "PaliGemma/img/Transformer/encoderblock/MultiHeadDotProductAttention_0/value/kernel": 1,
-    "PaliGemma/img/head/kernel": 1,
-    "PaliGemma/llm/embedder/input_embedding": 0,
-    "PaliGemma/llm/final_norm_1/Dense_0/kernel": 1,
-    "PaliGemma/llm/layers/attn/attn_vec_einsum/w": 3,
-    "PaliGemma/llm/layers/attn/attn_vec_einsum_1/w": 3,
-    "PaliGemma/llm/layers/attn/kv_einsum/w": 3,
-    "PaliGemma/llm/layers/attn/kv_einsum_1/w": 3,
-    "PaliGemma/llm/layers/attn/q_einsum/w": 2,
-    "PaliGemma/llm/layers/attn/q_einsum_1/w": 2,
-    "PaliGemma/llm/layers/mlp/gating_einsum": 3,
-    "PaliGemma/llm/layers/mlp/linear": 1,
-    "PaliGemma/llm/layers/mlp_1/gating_einsum": 3,
-    "PaliGemma/llm/layers/mlp_1/linear": 1,
-    "PaliGemma/llm/layers/pre_attention_norm_1/Dense_0/kernel": 2,
-    "PaliGemma/llm/layers/pre_ffw_norm_1/Dense_0/kernel": 2,
-    "time_mlp_in/kernel": 0,
-    "time_mlp_out/kernel": 0,
-}
+STACKED = ("PaliGemma/llm/layers/", "PaliGemma/img/Transformer/encoderblock/")
 
 
-def full_size_shapes(golden: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """Upstream's tree at full size: the tiny golden's, each tiny size replaced by the full one at its place."""
-    llm, expert, vision = GEMMA_VARIANTS["gemma_2b"], GEMMA_VARIANTS["gemma_300m"], SIGLIP_VARIANTS["so400m"]
-    depth, heads, head = llm.depth, llm.num_heads, llm.head_dim
-    shapes: dict[str, tuple[int, ...]] = {}
-    with np.load(golden) as file:
-        names = [name.removeprefix("params/") for name in file.files if name.startswith("params/")]
-        tiny = {name: file[f"params/{name}"].shape for name in names}
-    vision_sizes = {2: vision.depth, 48: vision.width, 96: vision.mlp_dim, 3: vision.num_heads, 16: vision.width // 16}
-    for name, shape in tiny.items():
-        e = expert if "_1" in name.split("/llm/")[-1].replace("Dense_0", "") else llm
-        if "/encoderblock/" in name or "/encoder_norm/" in name:
-            shapes[name] = tuple(vision_sizes[size] for size in shape)
-        elif name.endswith("img/embedding/kernel"):
-            shapes[name] = (14, 14, 3, vision.width)
-        elif name.endswith("img/pos_embedding"):
-            shapes[name] = (1, vision.num_tokens, vision.width)
-        elif name.endswith("img/head/kernel"):
-            shapes[name] = (vision.width, llm.width)
-        elif name.endswith("input_embedding"):
-            shapes[name] = (257152, llm.width)
-        elif "attn_vec_einsum" in name:
-            shapes[name] = (depth, heads, head, e.width)
-        elif "/kv_einsum" in name:
-            shapes[name] = (depth, 2, 1, e.width, head)
-        elif "/q_einsum" in name:
-            shapes[name] = (depth, heads, e.width, head)
-        elif name.endswith("gating_einsum"):
-            shapes[name] = (depth, 2, e.width, e.mlp_dim)
-        elif name.endswith("linear"):
-            shapes[name] = (depth, e.mlp_dim, e.width)
-        elif "norm_1/Dense_0/kernel" in name:
-            shapes[name] = (depth,) * (len(shape) - 2) + (expert.width, 3 * expert.width)
-        elif name.startswith("time_mlp") and name.endswith("kernel"):
-            shapes[name] = (expert.width, expert.width)
-        elif name.startswith("action_in_proj") and name.endswith("kernel"):
-            shapes[name] = (32, expert.width)
-        elif name.startswith("action_out_proj") and name.endswith("kernel"):
-            shapes[name] = (expert.width, 32)
-        else:  # biases and norm scales: all far below the size from which leaves are sharded
-            shapes[name] = (*shape[:-1], 4304)
-    return shapes
+def device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-@pytest.mark.shared
-def test_golden_specs_at_full_size(shared: pathlib.Path) -> None:
+@pytest.mark.parametrize(("layout", "fsdp"), golden_specs.LAYOUTS.items())
+def test_golden_specs_at_full_size(layout: str, fsdp: int) -> None:
+    """A difference that is meant: python -m tests.golden_specs"""
     assert jax.device_count() == 8
-    shapes = full_size_shapes(shared / "goldens" / "pi05_tiny_fp32.npz")
-    num_parameters = sum(np.prod(shape) for shape in shapes.values())
-    assert 3.2e9 < num_parameters < 3.5e9
-    abstract = tree.unflatten({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()})
-    specs = {name: s.spec for name, s in tree.flatten(state_shardings(abstract, make_mesh(4))).items()}
-    got = {name: list(spec).index("fsdp") for name, spec in specs.items() if "fsdp" in spec}
-    assert got == GOLDEN_AXES_FSDP_4
-    sharded = sum(np.prod(shapes[name]) for name in got)
-    assert sharded / num_parameters > 0.999  # so the bytes per device fall as 1 / fsdp devices
+    golden = json.loads(golden_specs.FILE.read_text())[layout]
+    state = golden_specs.abstract_state(fsdp)
+    adam = state.opt_state[1][0]
+    for part in (state.params, state.ema_params, adam.mu, adam.nu):
+        assert golden_specs.specs_of(part) == golden
+    assert all(spec[0] is None for path, spec in golden.items() if path.startswith(STACKED) and spec)
+    params = tree.flatten(state.params)
+    num_parameters = sum(math.prod(leaf.shape) for leaf in params.values())
+    assert 3.3e9 < num_parameters < 3.4e9
+    small = sum(math.prod(params[path].shape) for path, spec in golden.items() if not spec)
+    assert small / num_parameters < 0.001  # so the bytes per device fall as 1 / fsdp devices
+    leaves = jax.tree.leaves(state)
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    assert sum(map(device_bytes, leaves)) == pytest.approx(whole / fsdp, rel=0.01)
 
 
 @pytest.mark.parametrize("rule", [pattern for pattern, axes in RULES if getattr(axes, "skip", 0)])

@@ -14,6 +14,7 @@ from openpi_accel.config.schema import OptimizerConfig, ScheduleConfig
 from openpi_accel.parallel.mesh import make_mesh
 from openpi_accel.train import loop, start
 from openpi_accel.train.checkpoint import CheckpointStore
+from openpi_accel.train.guard import Guard
 from openpi_accel.train.metrics import MetricsWriter
 from openpi_accel.train.optimizer import make_optimizer, make_schedule
 from openpi_accel.train.run_folder import prepare_run_folder
@@ -75,6 +76,8 @@ def train(
     keep_period: int | None = None,
     loader: Any = None,
     on_first_batch: Any = None,
+    show: bool = False,
+    guard: Guard | None = None,
 ) -> tuple[loop.RunResult, Any]:
     """A run as the composition root builds it; also returns the compiled step."""
     mesh = mesh or make_mesh(1, jax.devices()[:1])
@@ -107,7 +110,8 @@ def train(
             metrics,
             position=position,
             on_first_batch=on_first_batch,
-            show=False,
+            show=show,
+            guard=guard,
         )
     finally:
         metrics.close()

@@ -15,6 +15,7 @@ from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.errors import UserError
+from openpi_accel.parallel.platforms import parse
 from openpi_accel.tools.doctor import files, gpus, limits, network, rdma
 from openpi_accel.tools.doctor.finding import Check, Finding, Level, examine
 from openpi_accel.tools.doctor.machine import Machine
@@ -78,9 +79,7 @@ def diagnose(
         ("RDMA ports", lambda: rdma.port_findings(ports, env)),
         ("NCCL settings", lambda: network.nccl_settings(env)),
         ("NCCL interface", lambda: network.socket_interface(env, machine.sys)),
-        ("coordinator", lambda: network.coordinator(env, machine.resolve)),
-        ("coordinator's port", lambda: network.coordinator_port(env, machine.listen)),
-        ("proxy", lambda: network.proxy(env)),
+        *_nodes(env, machine),
         ("offline", lambda: network.offline(env)),
         ("GPUs", lambda: gpus.survey(machine.run, env, machine.cuda_versions())),
         ("checkpoint folder", lambda: files.checkpoint_folder(checkpoints)),
@@ -101,6 +100,21 @@ def diagnose(
             ("base weights", lambda: files.base_weights(config, environment)),
         ]
     return examine(checks)
+
+
+def _nodes(env: Mapping[str, str], machine: Machine) -> list[tuple[str, Check]]:
+    """How this node finds the others, by the same word of the platform that training takes."""
+    try:
+        cluster = parse(env)
+    except UserError as error:
+        advice = str(error)
+        wrong = Finding(name="nodes", level="error", seen="it cannot be told which node this is", advice=advice)
+        return [("nodes", lambda: wrong)]
+    return [
+        ("coordinator", lambda: network.coordinator(cluster, machine.resolve)),
+        ("coordinator's port", lambda: network.coordinator_port(cluster, machine.listen)),
+        ("proxy", lambda: network.proxy(env, cluster)),
+    ]
 
 
 def _slow_checks(

@@ -17,6 +17,7 @@ from openpi_accel.data.norm_stats import load_norm_stats, norm_stats_path
 from openpi_accel.data.stats_command import stats_command
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer
 from openpi_accel.errors import UserError
+from openpi_accel.sizes import format_bytes
 from openpi_accel.tools.doctor.finding import Finding, Level
 from openpi_accel.tools.doctor.limits import GIB, DiskUsage
 
@@ -60,12 +61,12 @@ def free_disk(folder: pathlib.Path, disk_usage: DiskUsage, checkpoint_gib: float
         exact: it was computed from the run's own model, so that too little space is certain to fail.
     """
     free = disk_usage(_nearest(folder)).free / GIB
-    seen = f"{free:.1f} GiB free"
+    seen = f"{format_bytes(free * GIB)} free"
     if checkpoint_gib is None:
         return Finding(
             name="free disk", level="ok", seen=f"{seen} (the model's size is computed without --quick alone)"
         )
-    seen += f", one checkpoint takes {checkpoint_gib:.2f} GiB"
+    seen += f", one checkpoint takes {format_bytes(checkpoint_gib * GIB)}"
     if free >= 2 * checkpoint_gib:
         return Finding(name="free disk", level="ok", seen=seen)
     advice = "Room for two is needed: the older checkpoint goes when the newer one is complete. Free some, or choose "
@@ -111,14 +112,13 @@ def norm_statistics(config: TrainConfig) -> Finding:
 
 def base_weights(config: TrainConfig, environment: Environment) -> Finding:
     """Whether the base weights are there, where the run needs them."""
-    path = config.weight_loader.params_path
-    if path is None or config.resume:
+    if config.weight_loader.params_path is None or config.resume:
         why = "not needed: the run is resumed" if config.resume else "none wanted: fresh weights"
         return Finding(name="base weights", level="ok", seen=why)
     # With JAX and Orbax behind it, this import takes longer than all quick checks together.
-    from openpi_accel.models.weights import find_params_folder
+    from openpi_accel.build.files import base_weights
 
-    return _found("base weights", lambda: find_params_folder(path, environment.openpi_data_home))
+    return _found("base weights", lambda: base_weights(config, environment))
 
 
 def _found(name: str, look: Callable[[], Any]) -> Finding:

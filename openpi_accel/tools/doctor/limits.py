@@ -5,6 +5,7 @@ import resource
 import shutil
 from collections.abc import Callable
 
+from openpi_accel.sizes import format_bytes
 from openpi_accel.tools.doctor.finding import Finding
 
 GetLimit = Callable[[int], tuple[int, int]]
@@ -72,9 +73,9 @@ def shared_memory(disk_usage: DiskUsage, dev: pathlib.Path) -> Finding:
         return Finding(name="shared memory", level="warning", seen=f"there is no {folder}", advice=advice)
     usage = disk_usage(folder)
     total, free = usage.total / GIB, usage.free / GIB
-    seen = f"{total:.1f} GiB, {free:.1f} GiB of it free"
+    seen = f"{format_bytes(usage.total)}, {format_bytes(usage.free)} of it free"
     if total < MIN_SHM_GIB:
-        return Finding(name="shared memory", level="warning", seen=f"{seen} (below {MIN_SHM_GIB:g})", advice=advice)
+        return Finding(name="shared memory", level="warning", seen=f"{seen} (below {MIN_SHM_GIB:g} GiB)", advice=advice)
     if free < MIN_SHM_GIB:
         advice = f"Delete what ended processes have left in {folder} (ls -l {folder}), or make it larger."
         return Finding(name="shared memory", level="warning", seen=seen, advice=advice)

@@ -6,6 +6,7 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from openpi_accel.parallel.platforms import Cluster
 from openpi_accel.tools.doctor.finding import Finding
 
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -54,57 +55,62 @@ def socket_interface(env: Mapping[str, str], sys: pathlib.Path) -> Finding:
     return Finding(name=name, level="ok", seen=seen)
 
 
-def coordinator(env: Mapping[str, str], resolve: Callable[[str], Sequence[str]]) -> Finding:
-    """Whether MASTER_ADDR has an address. None is a warning: the name of a node that starts later appears later.
+def coordinator(cluster: Cluster | None, resolve: Callable[[str], Sequence[str]]) -> Finding:
+    """Whether node 0 has an address. None is a warning: the name of a node that starts later appears later.
 
     Args:
-        env: MASTER_ADDR and RANK.
+        cluster: what the platform tells; None is one node.
         resolve: host -> its addresses; OSError where it has none.
     """
-    name, host = "coordinator", env.get("MASTER_ADDR", "").strip()
-    if not host:
-        return Finding(name=name, level="ok", seen="MASTER_ADDR is not set: one node")
+    name = "coordinator"
+    if cluster is None:
+        return Finding(name=name, level="ok", seen="one node: nothing tells of several")
+    host = cluster.host
     try:
-        addresses = list(dict.fromkeys(resolve(host.strip("[]"))))
+        addresses = list(dict.fromkeys(resolve(host)))
     except OSError as error:
         return Finding(
             name=name,
             level="warning",
-            seen=f"MASTER_ADDR={host} has no address here ({error})",
+            seen=f"{cluster.describe()}: {host} has no address here ({error})",
             advice="Training goes on trying for some minutes. If node 0 runs already, check the name, or give its "
             "address: MASTER_ADDR=10.0.0.1.",
         )
-    seen = f"MASTER_ADDR={host}" + ("" if addresses == [host] else f" is {', '.join(addresses)}")
+    seen = cluster.describe() + ("" if addresses == [host] else f", which is {', '.join(addresses)}")
     loopback = all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
-    if loopback and env.get("RANK", "0").strip() != "0":
-        advice = "Give the address by which the other nodes reach node 0, unless all processes run on this machine."
-        return Finding(name=name, level="warning", seen=f"{seen}: this node itself", advice=advice)
+    if loopback and cluster.process_id != 0:
+        advice = (
+            f"MASTER_ADDR={host} is this node itself. Give the address by which the other nodes reach node 0, unless "
+            "all processes run on this machine."
+        )
+        return Finding(name=name, level="warning", seen=seen, advice=advice)
     return Finding(name=name, level="ok", seen=seen)
 
 
-def coordinator_port(env: Mapping[str, str], listen: Callable[[int], None]) -> Finding:
-    """Whether node 0 can listen on MASTER_PORT.
+def coordinator_port(cluster: Cluster | None, listen: Callable[[int], None]) -> Finding:
+    """Whether node 0 can listen on the coordinator's port.
 
     Args:
-        env: MASTER_ADDR, MASTER_PORT and RANK.
+        cluster: what the platform tells; None is one node.
         listen: listens on a port of all addresses for a moment; OSError where it cannot.
     """
-    name, port = "coordinator's port", env.get("MASTER_PORT", "").strip()
-    if not env.get("MASTER_ADDR", "").strip() or not port.isdigit():
-        return Finding(name=name, level="ok", seen="MASTER_ADDR or MASTER_PORT is not set: one node")
-    if env.get("RANK", "").strip() != "0":
-        return Finding(name=name, level="unknown", seen=f"{port} of node 0, which may not have started yet")
+    name = "coordinator's port"
+    if cluster is None:
+        return Finding(name=name, level="ok", seen="one node: none is needed")
+    if cluster.process_id != 0:
+        return Finding(name=name, level="unknown", seen=f"{cluster.port} of node 0, which may not have started yet")
     try:
-        listen(int(port))
+        listen(cluster.port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             advice = (
-                f"End what holds it (ss -ltnp 'sport = :{port}'), often an older run, or choose another MASTER_PORT."
+                f"End what holds it (ss -ltnp 'sport = :{cluster.port}'), often an older run, or choose another port: "
+                "MASTER_PORT."
             )
         else:
-            advice = "Choose another MASTER_PORT on all nodes, for example MASTER_PORT=29500."
-        return Finding(name=name, level="error", seen=f"{port}: {error.strerror or error}", advice=advice)
-    return Finding(name=name, level="ok", seen=f"{port} is free")
+            advice = "Choose another port on all nodes, for example MASTER_PORT=29500."
+        return Finding(name=name, level="error", seen=f"{cluster.port}: {error.strerror or error}", advice=advice)
+    return Finding(name=name, level="ok", seen=f"{cluster.port} is free")
 
 
 def offline(env: Mapping[str, str]) -> Finding:
@@ -113,15 +119,14 @@ def offline(env: Mapping[str, str]) -> Finding:
     return Finding(name="offline", level="ok", seen=" ".join(given) or "no switch is set; training fetches nothing")
 
 
-def proxy(env: Mapping[str, str]) -> Finding:
+def proxy(env: Mapping[str, str], cluster: Cluster | None) -> Finding:
     """The proxies, without passwords; a warning where one stands between the nodes."""
     given = {name.lower(): value for name, value in env.items() if name.lower() in (*_PROXIES, "no_proxy") and value}
     shown = " ".join(f"{name}={re.sub(r'//[^/@]*@', '//***@', value)}" for name, value in sorted(given.items()))
-    host = env.get("MASTER_ADDR", "").strip()
     if not any(name in given for name in _PROXIES):
         return Finding(name="proxy", level="ok", seen=shown or "none")
-    if host and not _bypasses(given.get("no_proxy", ""), host):
-        advice = f"JAX's processes may look for node 0 there. Set no_proxy={host} (added to what is in it)."
+    if cluster is not None and not _bypasses(given.get("no_proxy", ""), cluster.host):
+        advice = f"JAX's processes may look for node 0 there. Set no_proxy={cluster.host} (added to what is in it)."
         return Finding(name="proxy", level="warning", seen=shown, advice=advice)
     return Finding(name="proxy", level="ok", seen=shown)
 

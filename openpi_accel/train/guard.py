@@ -1,0 +1,185 @@
+"""One thread beside the training: hears of other processes that end, watches slow steps and the grace of a SIGTERM."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn, Self
+
+import jax
+
+from openpi_accel.errors import OtherProcessEnded, UserError, told
+from openpi_accel.parallel.exchange import name_ranks
+from openpi_accel.parallel.peers import Peers
+from openpi_accel.train.preemption import Preemption
+from openpi_accel.train.watchdog import COMPILE, END, SILENT_S, START, StepClock, complaint, is_silent, limit_s
+
+_TICK_S = 1.0
+# A process that hears of another's end may be about to end by itself, for the same reason and in its own words.
+_OWN_WORDS_S = 4.0
+# A rank that was killed is named after SILENT_S; its end may have come a little after the error it causes here.
+_CULPRIT_S = SILENT_S + 4.0
+# As when JAX itself ends a process that misses another one.
+MISSED_EXIT_CODE = 134
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the log may lie on a full disk
+        print(text, file=sys.stderr, flush=True)
+
+
+class Guard:
+    """Holds for the whole of a run, as a context; what it raises or lets through must end the process.
+
+    Attributes:
+        clock: to be told what the run does.
+        preemption: SIGTERM and its grace.
+        committed: tells the last complete checkpoint.
+        save_problem: tells why a save has failed in this process.
+    """
+
+    def __init__(
+        self, preemption: Preemption | None = None, peers: Peers | None = None, say: Callable[[str], None] = _say
+    ) -> None:
+        self.clock, self.preemption = StepClock(), preemption or Preemption()
+        self.committed: Callable[[], int | None] = lambda: None
+        self.save_problem: Callable[[], UserError | None] = lambda: None
+        self._peers, self._say = peers or Peers(), say
+        self._failed_s: float | None = None
+        self._silent: set[int] = set()
+        self._told_s = 0.0
+        self._ending, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._peers.count > 1:
+            self._peers.post(self.clock.seat())  # from here on process 0 does not end before it
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        several = self._peers.count > 1
+        if several and isinstance(error, Exception | KeyboardInterrupt):
+            self._ending.set()  # from here on this process ends in its own words; it goes on to be heard of
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and nobody can be told
+                self._tell(error)
+            return
+        self._over.set()
+        self._thread.join()
+        if several:
+            self.clock.begin(END)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._peers.post(self.clock.seat())  # its silence means nothing from now on
+
+    def _tell(self, error: BaseException) -> None:
+        """Says to the others that this process ends, and why; raises OtherProcessEnded for an error not its own."""
+        found = self._culprit(error)
+        if found is not None:
+            self._peers.tell_failure(f"error: {found}", found.exit_code)
+            raise found from None
+        message, exit_code = told(error)
+        text = (message or f"{type(error).__name__}: {error}").removeprefix("error: ")
+        self._peers.tell_failure(f"error: rank {self._peers.rank}: {text}", exit_code)
+
+    def _culprit(self, error: BaseException) -> OtherProcessEnded | None:
+        """The end of another process that may have caused this error: a collective fails where one of them is gone."""
+        words = f"{type(error).__name__}: {error}"
+        from_jax = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in words or "NCCL" in words
+        if isinstance(error, UserError) or not from_jax:
+            return None
+        deadline_s = time.monotonic() + _CULPRIT_S
+        while time.monotonic() < deadline_s:
+            for rank, (text, exit_code) in self._peers.failures().items():
+                if rank != self._peers.rank:
+                    return OtherProcessEnded(self._with_kept(text.removeprefix("error: ")), exit_code)
+            gone = self._silent_ranks()
+            if gone:
+                return OtherProcessEnded(
+                    f"{name_ranks(gone)} ended without a word: nothing was heard for {SILENT_S:.0f} s. The reason is "
+                    f"in the log there, or the platform killed it; {self.kept()}",
+                    MISSED_EXIT_CODE,
+                )
+            time.sleep(_TICK_S / 2)
+        return None
+
+    def kept(self) -> str:
+        """What a resumed run would go on from, as a sentence."""
+        step = self.committed()
+        if step is None:
+            return "this run has no checkpoint yet"
+        return f"checkpoint {step} is complete: go on with --resume (launchers: RESUME=1)"
+
+    def _with_kept(self, text: str) -> str:
+        return text if "--resume" in text else f"{text.rstrip('.')}; {self.kept()}"
+
+    def _silent_ranks(self) -> list[int]:
+        return [rank for rank, seat in self._peers.seats().items() if is_silent(seat)]
+
+    def _watch(self) -> None:
+        while not self._over.wait(_TICK_S):
+            try:
+                if self._peers.count > 1:
+                    self._peers.post(self.clock.seat())
+                    self._hear()
+                if not self._ending.is_set():
+                    self._look_at_grace()
+                    self._look_at_step()
+            except jax.errors.JaxRuntimeError:
+                return  # process 0 is gone, and JAX ends this one with a message of its own
+
+    def _hear(self) -> None:
+        """Another process that ends takes this one along; one that falls silent is named, on rank 0."""
+        if self._ending.is_set():
+            return
+        others = [why for rank, why in self._peers.failures().items() if rank != self._peers.rank]
+        problem = self.save_problem()
+        if others or problem is not None:
+            self._failed_s = self._failed_s or time.monotonic()
+            if time.monotonic() - self._failed_s > _OWN_WORDS_S:
+                if problem is not None:
+                    self._peers.tell_failure(f"error: rank {self._peers.rank}: {problem}", told(problem)[1])
+                    self._leave(f"error: {problem}", told(problem)[1])
+                text, exit_code = others[0]
+                self._leave(self._with_kept(text), exit_code)
+        if self._peers.rank == 0:
+            silent = set(self._silent_ranks())
+            if new := sorted(silent - self._silent):
+                self._say(
+                    f"warning: nothing was heard of {name_ranks(new)} for {SILENT_S:.0f} s. If the process is gone, "
+                    f"all others will end; {self.kept()}"
+                )
+            self._silent = silent
+
+    def _look_at_grace(self) -> None:
+        if self._peers.preemption_noticed():
+            self.preemption.notice()
+        if not self.preemption.noticed:
+            return
+        if self._peers.count > 1 and self.clock.seat().phase in (START, COMPILE):
+            why = "SIGTERM before training began, so there is nothing to save"
+        elif self.preemption.left_s() <= 0:
+            phase = self.clock.seat().phase
+            why = f"SIGTERM: --grace-s {self.preemption.grace_s:g} is nearly over, and {phase} is not done"
+        else:
+            return
+        self._peers.tell_failure(why, self.preemption.exit_code)
+        self._leave(f"{why}; {self.kept()}", self.preemption.exit_code)
+
+    def _look_at_step(self) -> None:
+        elapsed_s, median_s = self.clock.elapsed_s(), self.clock.median_s()
+        own = self.clock.seat()
+        if elapsed_s <= limit_s(own.phase, median_s):
+            self._told_s = 0.0
+        elif elapsed_s > 2 * self._told_s:  # each time twice as late
+            text = complaint(self._peers.rank, own, self._peers.seats(), elapsed_s, median_s)
+            if text:
+                self._told_s = elapsed_s
+                self._say(text)
+
+    def _leave(self, text: str, exit_code: int) -> NoReturn:
+        self._say(text)
+        self._peers.leave(exit_code, linger_s=3.0)

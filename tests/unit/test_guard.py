@@ -1,0 +1,188 @@
+"""The thread beside the training, with a stand-in for JAX's store."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import jax
+import pytest
+
+from openpi_accel.errors import OtherProcessEnded, UserError
+from openpi_accel.parallel.peers import Peers, Seat
+from openpi_accel.train import guard as guard_module
+from openpi_accel.train.guard import MISSED_EXIT_CODE, Guard
+from openpi_accel.train.preemption import Preemption
+from openpi_accel.train.watchdog import END, STEP
+
+
+class Store:
+    """What JAX's client does with keys."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self.values[key] = value
+
+    def key_value_try_get(self, key: str) -> str:
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND")
+        return self.values[key]
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        return [(key, value) for key, value in list(self.values.items()) if key.startswith(folder + "/")]
+
+
+class Member(Peers):
+    """A process of two; instead of ending it notes its exit code."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        super().__init__(store)
+        self.rank, self.count = rank, 2
+        self.left = threading.Event()
+        self.exit_code: int | None = None
+
+    def leave(self, exit_code: int, linger_s: float = 0.0) -> NoReturn:
+        self.exit_code = exit_code
+        self.left.set()
+        raise jax.errors.JaxRuntimeError("gone")  # which ends the thread, as the end of the process would
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_TICK_S", 0.02), ("_OWN_WORDS_S", 0.2), ("_CULPRIT_S", 20.0)):
+        monkeypatch.setattr(guard_module, name, value)
+    for module in ("openpi_accel.train.guard", "openpi_accel.train.watchdog"):
+        monkeypatch.setattr(f"{module}.SILENT_S", 1.0)
+
+
+@pytest.fixture
+def members() -> tuple[Member, Member]:
+    store = Store()
+    return Member(store, 0), Member(store, 1)
+
+
+def until(happened: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_told_failure_ends_the_other_with_the_same_code(members: tuple[Member, Member]) -> None:
+    first, second = members
+    said: list[str] = []
+    watching = Guard(peers=first, say=said.append)
+    watching.committed = lambda: 40
+    with watching:
+        with pytest.raises(UserError), Guard(peers=second, say=said.append):
+            raise UserError("frame 17 is damaged.")
+        assert first.left.wait(60)
+    assert first.exit_code == 2
+    assert said == [
+        "error: rank 1: frame 17 is damaged; checkpoint 40 is complete: go on with --resume (launchers: RESUME=1)"
+    ]
+
+
+def test_who_ends_for_the_same_reason_does_so_in_its_own_words(members: tuple[Member, Member]) -> None:
+    for member in members:
+        with pytest.raises(UserError, match="nothing lies there"), Guard(peers=member):
+            raise UserError("nothing lies there")
+    assert all(member.exit_code is None for member in members)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_broken_collective_is_the_fault_of_who_has_gone(members: tuple[Member, Member], told: bool) -> None:
+    first, second = members
+    second.post(Seat(step=3, phase=STEP, phase_s=0))
+    if told:
+        second.tell_failure("error: rank 1: KeyError: 'x'", 1)
+    with pytest.raises(OtherProcessEnded) as caught, Guard(peers=first, say=lambda _: None):
+        raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
+    words, code = ("rank 1: KeyError: 'x'", 1) if told else ("rank 1 ended without a word", MISSED_EXIT_CODE)
+    assert words in str(caught.value) and caught.value.exit_code == code
+    assert first.failures()[0][1] == code  # for those that a broken collective does not reach
+
+
+def test_ones_own_fault_stays_ones_own(members: tuple[Member, Member]) -> None:
+    with pytest.raises(KeyError), Guard(peers=members[0]):
+        raise KeyError("x")
+    assert members[1].failures() == {0: ("error: rank 0: KeyError: 'x'", 1)}
+
+
+def test_silence_is_told_and_ends_nobody(members: tuple[Member, Member]) -> None:
+    first, second = members
+    said: list[str] = []
+    second.post(Seat(step=3, phase=STEP, phase_s=0))
+    with Guard(peers=first, say=said.append):
+        until(lambda: said)
+        time.sleep(0.2)
+    assert len(said) == 1 and said[0].startswith("warning: nothing was heard of rank 1 for 1 s.")
+    assert first.exit_code is None
+
+
+def test_who_has_said_that_it_ends_is_not_missed(members: tuple[Member, Member]) -> None:
+    first, second = members
+    with Guard(peers=second):
+        pass
+    assert first.seats()[1].phase == END
+    said: list[str] = []
+    with Guard(peers=first, say=said.append):
+        time.sleep(1.5)
+    assert said == []
+
+
+def test_a_save_that_failed_here_ends_both(members: tuple[Member, Member]) -> None:
+    first, second = members
+    said: list[str] = []
+    watching = Guard(peers=second, say=said.append)
+    watching.save_problem = lambda: UserError("the disk is full")
+    with watching:
+        assert second.left.wait(60)
+    assert second.exit_code == 2 and said == ["error: the disk is full"]
+    assert first.failures() == {1: ("error: rank 1: the disk is full", 2)}
+
+
+def test_the_end_of_the_grace_ends_the_process(members: tuple[Member, Member]) -> None:
+    first, second = members
+    said: list[str] = []
+    watching = Guard(Preemption(0.5, 75), first, said.append)
+    with watching:
+        watching.clock.begin_step(8)
+        watching.clock.begin(STEP)
+        first._client.key_value_set("RECEIVED_PREEMPTION_NOTICE", "now")  # as JAX does
+        assert first.left.wait(60)
+    assert first.exit_code == 75
+    assert said == [
+        "SIGTERM: --grace-s 0.5 is nearly over, and running the step is not done; this run has no checkpoint yet"
+    ]
+    assert second.failures()[0][1] == 75
+
+
+def test_sigterm_before_training_ends_it_at_once(members: tuple[Member, Member]) -> None:
+    first, _ = members
+    first._client.key_value_set("RECEIVED_PREEMPTION_NOTICE", "now")
+    said: list[str] = []
+    with Guard(Preemption(1000, 143), first, said.append):
+        assert first.left.wait(60)
+    assert first.exit_code == 143 and said[0].startswith("SIGTERM before training began")
+
+
+def test_a_slow_step_is_told_each_time_twice_as_late(
+    members: tuple[Member, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openpi_accel.train.watchdog.SLOW_S", 0.3)
+    first, _ = members
+    first.count = 1
+    said: list[str] = []
+    with Guard(peers=first, say=said.append) as watching:
+        for index in range(3):
+            watching.clock.begin_step(index)
+            watching.clock.begin(STEP)
+        until(lambda: len(said) == 3)
+        for index in range(3, 20):
+            watching.clock.begin_step(index)
+    took = [float(text.split("under way for ")[1].split(" s")[0]) for text in said]
+    assert took == sorted(took) and took[-1] >= 1  # 0.3, 0.6 and 1.2 s, rounded
+    assert all("step 2 " in text for text in said)
