@@ -235,7 +235,7 @@ def _compile(
             num_microbatches=config.num_microbatches,
             fsdp_devices=config.fsdp_devices,
             num_devices=mesh.size,
-            further=_LESS_MEMORY,
+            further=(*_LESS_MEMORY, f"what python scripts/plan.py {config.name} --help finds for this card"),
         )
     return step
 

@@ -107,9 +107,7 @@ def cudnn_kernel(q: jax.Array, k: jax.Array, v: jax.Array, num_keys: jax.Array |
     return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=num_keys, implementation="cudnn")
 
 
-def _attend_fused(
-    kernel: FusedKernel, q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array
-) -> jax.Array:
+def _attend_fused(kernel: FusedKernel, q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
     """A fused kernel. cuDNN's is fast with a number of keys per sample, not with a mask, so the valid keys come first;
     their order does not matter, for positions have been rotated into them."""
     if q.shape[1] < _FEW_QUERIES:
@@ -158,8 +156,6 @@ def siglip_attention_xla(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return checkpoint_name(_recomputed_siglip(q, k, v), ATTENTION)
 
 
-def siglip_attention_cudnn(
-    q: jax.Array, k: jax.Array, v: jax.Array, kernel: FusedKernel = cudnn_kernel
-) -> jax.Array:
+def siglip_attention_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, kernel: FusedKernel = cudnn_kernel) -> jax.Array:
     """The fused kernel, its softmax in float32 inside (cuDNN's: bfloat16 on an NVIDIA GPU only)."""
     return kernel(q, k, v, None)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
 from openpi_accel.build.training import build_ops, build_training
 from openpi_accel.config.flags import Acceleration
@@ -18,13 +21,15 @@ from openpi_accel.parallel.sharding import state_shardings
 from openpi_accel.tools.bench import random_batch
 from openpi_accel.tools.plan import fused_attention
 from openpi_accel.tools.plan.liveness import Timeline, timeline
-from openpi_accel.tools.plan.program import flatten
+from openpi_accel.tools.plan.program import Program, flatten
 from openpi_accel.tools.plan.sharded import spread
 from openpi_accel.train.memory import StepMemory
 from openpi_accel.types import TrainState
 
-# Bytes are linear in the samples of a microbatch, so two of them tell all.
-_SAMPLES = (2, 4)
+# Bytes are linear in the samples of a microbatch, so two of them tell all; the larger one tells the order.
+_SAMPLES = (4, 32)
+# XLA's latency-hiding scheduler keeps to this share of what the arguments leave (xla_gpu_memory_limit_slop_factor).
+_SCHEDULER_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,80 +39,113 @@ class Footprint:
     Attributes:
         state: shapes of the state.
         batch_bytes: of one sample.
-        alone, together: the timelines of the step at two numbers of samples per device and microbatch, for one device
-            and for several.
-        num_microbatches: as traced.
+        num_cameras: that go through the vision tower.
+        follow: gives the timelines of the step at two numbers of samples per device and microbatch; with gradients as
+            late as they can be, or not.
+        in_parts: traced with two microbatches, which stand for any number of them.
     """
 
     state: TrainState
     batch_bytes: int
-    alone: tuple[Timeline, Timeline]
-    together: tuple[Timeline, Timeline]
-    num_microbatches: int
+    num_cameras: int
+    follow: Callable[[bool], tuple[Timeline, Timeline]]
+    in_parts: bool
 
-    def memory(self, samples_per_device: int, fsdp_devices: int, num_devices: int) -> StepMemory:
-        """Of one device.
+    def memory(
+        self, samples_per_device: int, num_microbatches: int, fsdp_devices: int, limit: int | None = None
+    ) -> StepMemory:
+        """Of one device, at the least; with a limit, as much of it as is used.
 
         Args:
             samples_per_device: of the whole batch; a multiple of the microbatches.
+            num_microbatches: 1 exactly where not `in_parts`.
             fsdp_devices: over which the state is sharded.
-            num_devices: of the mesh.
+            limit: bytes that JAX may use of one of several devices. There the compiler puts the products off that give
+                gradients, whose sums over the devices come last, while its limit allows.
         """
-        samples = samples_per_device / self.num_microbatches
-        share = (samples - _SAMPLES[0]) / (_SAMPLES[1] - _SAMPLES[0])
+        assert (num_microbatches > 1) == self.in_parts
+        samples = samples_per_device // num_microbatches
+        state = self._bytes(fsdp_devices, lambda leaf: leaf.dtype.itemsize, self.state)
+        state += samples_per_device * self.batch_bytes
+        # Augmented images (float32) are drawn for the whole batch; two microbatches of it are in the trace.
+        further = max(0, samples_per_device - 2 * samples) * self.batch_bytes * 4
+        within = _peak(self.follow(False), samples, fsdp_devices) + further
+        if limit is not None:
+            room = int(_SCHEDULER_SHARE * (limit - state))
+            within = max(within, min(room, _peak(self.follow(True), samples, fsdp_devices) + further))
+        # Before the first step weights are in float32, and then rounded where they are frozen.
+        unrounded = self._bytes(fsdp_devices, lambda leaf: 4 * (leaf.dtype == jnp.bfloat16), self.state.params)
+        return StepMemory(state=state, temporaries=max(within, unrounded))
 
-        def bytes_at(kind: str) -> np.ndarray:
-            first, second = (getattr(one, kind) for one in (self.alone if num_devices == 1 else self.together))
-            return np.asarray(first + (second - first) * share)
+    def _bytes(self, fsdp_devices: int, itemsize: Callable[[Any], int], tree: Any) -> int:
+        def share(leaf: Any, sharding: NamedSharding) -> int:
+            return math.prod(sharding.shard_shape(leaf.shape)) * itemsize(leaf)
 
-        in_use = bytes_at("whole") + bytes_at("sharded") / fsdp_devices
-        if fsdp_devices > 1:
-            in_use = in_use + bytes_at("gathered")
-        return StepMemory(
-            state=self.state_bytes(fsdp_devices) + samples_per_device * self.batch_bytes,
-            temporaries=int(in_use.max(initial=0)),
-        )
+        return sum(jax.tree.leaves(jax.tree.map(share, tree, state_shardings(tree, _mesh(fsdp_devices)))))
 
-    def state_bytes(self, fsdp_devices: int) -> int:
-        """Of one device's share of the state."""
-        shardings = state_shardings(self.state, _mesh(fsdp_devices))
-        sizes = jax.tree.map(
-            lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
-            self.state,
-            shardings,
-        )
-        return sum(jax.tree.leaves(sizes))
+
+def _peak(timelines: tuple[Timeline, Timeline], samples: int, fsdp_devices: int) -> int:
+    share = (samples - _SAMPLES[0]) / (_SAMPLES[1] - _SAMPLES[0])
+
+    def in_use(timeline: Timeline) -> np.ndarray:
+        gathered = timeline.gathered if fsdp_devices > 1 else 0
+        return np.asarray(timeline.whole + timeline.sharded / fsdp_devices + gathered)
+
+    first, second = map(in_use, timelines)
+    return int((first + (second - first) * share).max(initial=0))
 
 
 @functools.lru_cache(maxsize=64)
 def footprint(config: TrainConfig, acceleration: Acceleration) -> Footprint:
-    """Traces the step; batch size and fsdp of the config do not matter.
+    """Traces the step. To trace once what is the same, the config should be `same_trace`.
 
     Raises:
         UserError: the freeze filter does not fit, or the prompt length is not known.
     """
+    config = same_trace(config)
     samples = [n * config.num_microbatches for n in _SAMPLES]
-    config = dataclasses.replace(
-        config, batch_size=samples[0], fsdp_devices=1, weight_loader=WeightLoaderConfig(params_path=None)
-    )
-    training = build_training(
-        config, acceleration, make_mesh(1, jax.devices()[:1]), chosen=_ops(config, acceleration)
-    )
+    mesh = make_mesh(1, jax.devices()[:1])
+    training = build_training(config, acceleration, mesh, chosen=_ops(config, acceleration))
     state = training.abstract
     sample = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype),
-        random_batch(dataclasses.replace(config, batch_size=1, num_microbatches=1), acceleration.skip_images),
+        random_batch(config, acceleration.skip_images),
     )
-    alone, together = zip(
-        *(_timelines(training.step, state, sample, n, training.train_rng) for n in samples), strict=True
-    )
-    assert len(alone[0].whole) == len(alone[1].whole), "the traced step depends on the batch's size"
+    small, large = (_trace(training.step, state, sample, n, training.train_rng) for n in samples)
+    leaves = jax.tree.leaves(state)
+    # Sharding by any number touches the same leaves; two devices stand for all.
+    sharded = [FSDP_AXIS in sharding.spec for sharding in jax.tree.leaves(state_shardings(state, _mesh(2)))]
+    layout = spread(large, list(itertools.compress(large.inputs, sharded)))
+
+    @functools.cache
+    def follow(gradients_late: bool) -> tuple[Timeline, Timeline]:
+        one, two = (
+            timeline(
+                large,
+                free=large.outputs[: len(leaves)],
+                sharded=layout,
+                kernels=fused_attention.KERNELS,
+                gradients_late=gradients_late,
+                sizes=program,
+            )
+            for program in (small, large)
+        )
+        return one, two
+
     return Footprint(
         state=state,
         batch_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sample)),
-        alone=alone,
-        together=together,
-        num_microbatches=config.num_microbatches,
+        num_cameras=len(sample.observation.images),
+        follow=follow,
+        in_parts=config.num_microbatches > 1,
+    )
+
+
+def same_trace(config: TrainConfig) -> TrainConfig:
+    """The config without what does not change the trace: the batch, sharding, the number of microbatches above two."""
+    parts = min(2, config.num_microbatches)
+    return dataclasses.replace(
+        config, batch_size=parts, num_microbatches=parts, fsdp_devices=1, weight_loader=WeightLoaderConfig()
     )
 
 
@@ -123,28 +161,9 @@ def _ops(config: TrainConfig, acceleration: Acceleration) -> Ops:
     return ops
 
 
-def _timelines(
-    step: Any, state: TrainState, sample: Any, num_samples: int, rng: jax.Array
-) -> tuple[Timeline, Timeline]:
-    """For one device and for several, which exchange gradients."""
+def _trace(step: Any, state: TrainState, sample: Any, num_samples: int, rng: jax.Array) -> Program:
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_samples, *leaf.shape[1:]), leaf.dtype), sample)
-    program = flatten(jax.make_jaxpr(step)(state, batch, rng))
-    leaves = jax.tree.leaves(state)
-    # Sharding by any number touches the same leaves; two devices stand for all.
-    shardings = jax.tree.leaves(state_shardings(state, _mesh(2)))
-    sharded = [
-        value
-        for value, sharding in zip(program.inputs[: len(leaves)], shardings, strict=True)
-        if FSDP_AXIS in sharding.spec
-    ]
-    follow = functools.partial(
-        timeline,
-        program,
-        free=program.outputs[: len(leaves)],
-        sharded=spread(program, sharded),
-        kernels=fused_attention.KERNELS,
-    )
-    return follow(), follow(gradients_late=True)
+    return flatten(jax.make_jaxpr(step)(state, batch, rng))
 
 
 def _mesh(fsdp_devices: int) -> AbstractMesh:

@@ -158,8 +158,8 @@ class _Flattener:
             held = tuple(inner[var] for var, pin in zip(called.invars, pinned, strict=True) if pin)
             self._operations.append(Operation(name=BARRIER, inputs=held, outputs=()))
         self._equations(called, inner)
-        for outside, inside in zip(eqn.outvars, called.outvars, strict=True):
-            env[outside] = inner[inside] if isinstance(inside, core.Var) else self._new(inside.aval)
+        for outer, result in zip(eqn.outvars, called.outvars, strict=True):
+            env[outer] = inner[result] if isinstance(result, core.Var) else self._new(result.aval)
 
 
 def _open(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> core.Jaxpr:

@@ -1,17 +1,18 @@
-"""The nearest setting that fits: first what leaves the numbers as they are, then smaller batches, then less to train."""
+"""The nearest setting that fits: first what leaves the numbers as they are, then a smaller batch."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from openpi_accel.config.flags import Acceleration
-from openpi_accel.config.schema import GEMMA_VARIANTS, RematConfig, TrainConfig
-from openpi_accel.models.flops import sample_flops
+from openpi_accel.config.schema import RematConfig, TrainConfig
+from openpi_accel.models.flops import FORWARD_AND_BACKWARD, sample_flops
 from openpi_accel.tools.bench import prompt_length
-from openpi_accel.tools.plan.predict import Footprint, footprint
+from openpi_accel.tools.plan.predict import footprint, same_trace
 from openpi_accel.train.memory import StepMemory
 
-# What the prediction was off by, at the most (docs/performance.md): a setting is only proposed with this much left.
-MARGIN = 0.05
+# More than the prediction was ever off by (docs/memory.md): a setting fits with this much left.
+MARGIN = 0.03
 # From fast to small.
 _REMAT = (
     RematConfig(gemma="none", siglip="none"),
@@ -19,6 +20,8 @@ _REMAT = (
     RematConfig(gemma="dots", siglip="full"),
     RematConfig(gemma="full", siglip="full"),
 )
+# Samples of a microbatch below which products get too small to keep a GPU busy: only where nothing else fits.
+_LARGE = 8
 _LORA = {"gemma_2b": "gemma_2b_lora", "gemma_300m": "gemma_300m_lora", "tiny": "tiny_lora"}
 _LORA |= {"tiny_expert": "tiny_expert_lora"}
 
@@ -29,13 +32,15 @@ class Planned:
 
     Attributes:
         config: with global batch, microbatches and fsdp.
-        need: on each device.
+        need: what is used of each device of this kind.
+        least: what it could do with.
         options: what to give beside the config that was asked about.
         recomputed: share of the products computed once more, of those that forward and backward pass need.
     """
 
     config: TrainConfig
     need: StepMemory
+    least: StepMemory
     options: tuple[str, ...]
     recomputed: float
 
@@ -56,66 +61,83 @@ class Planner:
 
     def plan(self, config: TrainConfig, asked: TrainConfig) -> Planned:
         """What a config needs, with the options by which it differs from `asked`."""
-        memory = self._footprint(config).memory(
-            config.batch_size // self.num_devices, config.fsdp_devices, self.num_devices
-        )
+        samples = config.batch_size // self.num_devices
+        least = self._need(config, samples)
         return Planned(
-            config=config, need=memory, options=_difference(config, asked), recomputed=_recomputed(config)
+            config=config,
+            need=least if self.num_devices == 1 else self._need(config, samples, self.limit),
+            least=least,
+            options=_difference(config, asked),
+            recomputed=self._recomputed(config),
         )
 
     def fits(self, planned: Planned) -> bool:
         """Whether it fits, even if the prediction is as wrong as it has ever been."""
-        return planned.need.total * (1 + MARGIN) <= self.limit
+        return planned.least.total * (1 + MARGIN) <= self.limit
 
-    def same_numbers(self, config: TrainConfig) -> Planned | None:
-        """The setting of the least recomputation, then the fewest parts, that fits with this batch: sharding,
-        recomputation and microbatches change no number but by rounding."""
-        return next((planned for planned in self._same_numbers(config) if self.fits(planned)), None)
+    def same_numbers(self, config: TrainConfig, asked: TrainConfig | None = None) -> Planned | None:
+        """The setting of the least recomputation, then the fewest parts, then the least sharding, that fits with this
+        batch: all three change numbers by no more than rounding."""
+        if self._hopeless(config):
+            return None
+        return next((planned for planned in self._same_numbers(config, asked or config) if self.fits(planned)), None)
 
-    def smaller_batch(self, config: TrainConfig) -> Planned | None:
-        """The largest batch that fits, sharded over all devices."""
+    def smaller_batch(self, config: TrainConfig, asked: TrainConfig) -> Planned | None:
+        """The largest batch that fits, sharded over all devices, up to that of the config."""
+        if self._hopeless(config):
+            return None
         wide = dataclasses.replace(config, fsdp_devices=self.num_devices, num_microbatches=1)
         best: Planned | None = None
         for remat in _economies(config.remat):
-            planned = self.largest_batch(dataclasses.replace(wide, remat=remat), config)
+            planned = self.largest_batch(dataclasses.replace(wide, remat=remat), asked)
             if planned is not None and (best is None or planned.config.batch_size > best.config.batch_size):
                 best = planned
         return best
 
     def largest_batch(self, config: TrainConfig, asked: TrainConfig) -> Planned | None:
-        """The largest batch with everything else as it is."""
-        footprint_, unit = self._footprint(config), config.num_microbatches
+        """The largest batch, up to the config's, with everything else as it is."""
+        unit = config.num_microbatches
 
-        def need(samples: int) -> int:
-            return footprint_.memory(samples, config.fsdp_devices, self.num_devices).total
+        def fits(samples: int) -> bool:
+            return self._need(config, samples * unit).total * (1 + MARGIN) <= self.limit
 
-        low, high = 0, 1
-        while need(high * unit) * (1 + MARGIN) <= self.limit and high < 2**16:
-            low, high = high, 2 * high
+        low, high = 0, config.batch_size // self.num_devices // unit + 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if need(middle * unit) * (1 + MARGIN) <= self.limit else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         if low == 0:
             return None
         return self.plan(dataclasses.replace(config, batch_size=low * unit * self.num_devices), asked)
 
-    def _footprint(self, config: TrainConfig) -> Footprint:
-        traced = dataclasses.replace(config, batch_size=config.num_microbatches, fsdp_devices=1)
-        return footprint(traced, self.acceleration)
+    def _hopeless(self, config: TrainConfig) -> bool:
+        """Whether the state alone is too large, however sharded."""
+        one = dataclasses.replace(config, num_microbatches=1, fsdp_devices=self.num_devices)
+        return self._need(one, 0).state * (1 + MARGIN) > self.limit
 
-    def _same_numbers(self, config: TrainConfig) -> Iterator[Planned]:
+    def _need(self, config: TrainConfig, samples_per_device: int, limit: int | None = None) -> StepMemory:
+        return footprint(same_trace(config), self.acceleration).memory(
+            samples_per_device, config.num_microbatches, config.fsdp_devices, limit
+        )
+
+    def _recomputed(self, config: TrainConfig) -> float:
+        """Share of products: a tower of policy full runs its forward pass twice, of three passes' worth in all."""
+        num_cameras = footprint(same_trace(config), self.acceleration).num_cameras
+        flops = sample_flops(config.model.architecture, num_cameras, prompt_length(config))
+        gemma = flops.gemma if config.remat.gemma == "full" else 0
+        siglip = flops.siglip if config.remat.siglip == "full" else 0
+        return (gemma + siglip) / FORWARD_AND_BACKWARD / flops.total
+
+    def _same_numbers(self, config: TrainConfig, asked: TrainConfig) -> Iterator[Planned]:
         per_device = config.batch_size // self.num_devices
-        parts = [n for n in _powers(config.num_microbatches) if per_device % n == 0]
+        parts = [n for n in _doublings(config.num_microbatches) if per_device % n == 0]
         shards = [n for n in range(config.fsdp_devices, self.num_devices + 1) if self.num_devices % n == 0]
-        for remat in _economies(config.remat):
-            for num_microbatches in parts:
-                for fsdp_devices in shards:
-                    yield self.plan(
-                        dataclasses.replace(
-                            config, remat=remat, num_microbatches=num_microbatches, fsdp_devices=fsdp_devices
-                        ),
-                        config,
-                    )
+        large = [n for n in parts if per_device // n >= _LARGE or n == config.num_microbatches]
+        for some_parts in (large, [n for n in parts if n not in large]):
+            for remat, num_microbatches, fsdp_devices in itertools.product(
+                _economies(config.remat), some_parts, shards
+            ):
+                changes = {"remat": remat, "num_microbatches": num_microbatches, "fsdp_devices": fsdp_devices}
+                yield self.plan(dataclasses.replace(config, **changes), asked)  # type: ignore[arg-type]
 
 
 def with_adapters(config: TrainConfig) -> TrainConfig | None:
@@ -132,27 +154,15 @@ def with_adapters(config: TrainConfig) -> TrainConfig | None:
     return dataclasses.replace(config, model=model, ema_decay=None)
 
 
-def _powers(first: int) -> list[int]:
+def _doublings(first: int) -> list[int]:
     return [first * 2**i for i in range(7)]
 
 
 def _economies(remat: RematConfig) -> list[RematConfig]:
     """This one and those of less memory."""
     order = {"none": 0, "dots": 1, "full": 2}
-    smaller = [
-        r for r in _REMAT if order[r.gemma] >= order[remat.gemma] and order[r.siglip] >= order[remat.siglip]
-    ]
+    smaller = [r for r in _REMAT if order[r.gemma] >= order[remat.gemma] and order[r.siglip] >= order[remat.siglip]]
     return [remat, *(r for r in smaller if r != remat)]
-
-
-def _recomputed(config: TrainConfig) -> float:
-    """Share of products: a tower of policy full runs its forward pass twice, of three passes' worth in all."""
-    num_cameras = 2
-    flops = sample_flops(config.model.architecture, num_cameras, prompt_length(config))
-    again = (flops.gemma if config.remat.gemma == "full" else 0) + (
-        flops.siglip if config.remat.siglip == "full" else 0
-    )
-    return again / 3 / flops.total
 
 
 def _difference(config: TrainConfig, asked: TrainConfig) -> tuple[str, ...]:
@@ -168,6 +178,3 @@ def _difference(config: TrainConfig, asked: TrainConfig) -> tuple[str, ...]:
         "--ema-decay": (config.ema_decay, asked.ema_decay),
     }
     return tuple(f"{name} {value}" for name, (value, before) in pairs.items() if value != before)
-
-
-assert all(large in GEMMA_VARIANTS and small in GEMMA_VARIANTS for large, small in _LORA.items())

@@ -5,8 +5,11 @@ from collections.abc import Collection, Mapping
 
 from openpi_accel.tools.plan.program import Operation, Program
 
-_ONE_TO_MANY = {"slice", "dynamic_slice", "split", "unstack", "concatenate", "stack"}
-_MIXING = ("dot_general", "conv_general", "gather", "reduce_", "arg", "cum", "sort", "top_k", "cond", "while", "rng", "random")
+_ONE_TO_MANY = {"slice", "dynamic_slice", "split", "unstack", "concatenate", "stack", "pad"}
+_MIXING = (
+    *("dot_general", "conv_general", "gather", "reduce_", "arg", "cum", "sort", "top_k", "rng", "random"),
+    *("cond", "while"),
+)
 _UPDATES = {"scatter", "scatter-add", "dynamic_update_slice"}
 Key = tuple[tuple[int, ...], int]
 
