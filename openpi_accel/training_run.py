@@ -14,6 +14,7 @@ import numpy as np
 
 from openpi_accel.build.data import Data, build_data
 from openpi_accel.build.files import base_weights, require_files
+from openpi_accel.build.mixture import Mixture, build_mixture
 from openpi_accel.build.training import Training, build_training
 from openpi_accel.build.validation import build_validation
 from openpi_accel.config.environment import Environment
@@ -31,7 +32,7 @@ from openpi_accel.parallel.shared_storage import check_shared_storage
 from openpi_accel.train.checkpoint import CheckpointStore, Position, check_settings
 from openpi_accel.train.disk_space import check_disk_space
 from openpi_accel.train.guard import Guard
-from openpi_accel.train.loop import RunResult, abstract_batch, compile_ahead, run
+from openpi_accel.train.loop import RunResult, StepByStructure, abstract_batch, compile_ahead, run
 from openpi_accel.train.memory import device_limit, require_memory, step_memory
 from openpi_accel.train.metrics import MetricsWriter, WandbSettings
 from openpi_accel.train.preemption import Preemption
@@ -104,10 +105,12 @@ def _train(config: TrainConfig, acceleration: Acceleration, environment: Environ
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
 
-    def find_and_open() -> Data:
-        require_files(config, environment, weights=resume_from is None)
+    def find_and_open() -> Data | Mixture:
+        if config.data.mixture is None:  # the parts of a mixture are looked at one by one
+            require_files(config, environment, weights=resume_from is None)
         local = _with_local_weights(config, environment) if resume_from is None else config
-        return build_data(local, acceleration, environment)
+        build = build_data if local.data.mixture is None else build_mixture
+        return build(local, acceleration, environment)
 
     data = together(find_and_open)
     config, meaning = data.config, _meaning(data)
@@ -150,7 +153,7 @@ def _train(config: TrainConfig, acceleration: Acceleration, environment: Environ
     store = CheckpointStore(
         folder,
         keep_period=config.keep_period,
-        assets={f"{config.asset_id}/norm_stats.json": data.norm_stats_text},
+        assets={f"{part.config.asset_id}/norm_stats.json": part.norm_stats_text for part in data.datasets},
         settings=settings,
     )
     try:
@@ -185,59 +188,83 @@ def _with_local_weights(config: TrainConfig, environment: Environment) -> TrainC
     return dataclasses.replace(config, weight_loader=dataclasses.replace(config.weight_loader, params_path=str(found)))
 
 
-def _meaning(data: Data) -> dict[str, Any]:
+def _meaning(data: Data | Mixture) -> dict[str, Any]:
     """What the numbers of a batch mean: a run that is resumed with another meaning would unlearn in silence."""
     model = dataclasses.asdict(data.config.model)
     del model["max_token_len"]  # padding only
+    shared = {"model": model, "loss": dataclasses.asdict(data.config.loss)}
+    if isinstance(data, Data):
+        return shared | _meaning_of(data)
+    parts = {name: _meaning_of(part) for name, part in zip(data.names, data.datasets, strict=True)}
+    return shared | {"mixture": data.meaning(), "parts": parts}
+
+
+def _meaning_of(data: Data) -> dict[str, Any]:
     kept = ("normalization", "delta_action_dims", "cameras", "state_key", "action_key", "default_prompt", "episodes")
     chosen = dataclasses.asdict(data.config.data)
     statistics = json.dumps(json.loads(data.norm_stats_text)["norm_stats"], sort_keys=True)
     return {
-        "model": model,
         "data": {name: chosen[name] for name in (*kept, "val_fraction")},
-        "loss": dataclasses.asdict(data.config.loss),
         "dataset": data.source.dataset.fingerprint(),
         "kept_frames": hashlib.sha256(data.rows.tobytes()).hexdigest() if data.config.data.keep_frames else None,
         "norm_stats": hashlib.sha256(statistics.encode()).hexdigest(),
     }
 
 
-def _contents(data: Data, meaning: Mapping[str, Any], *, resumed: bool) -> dict[str, Any]:
+def _contents(data: Data | Mixture, meaning: Mapping[str, Any], *, resumed: bool) -> dict[str, Any]:
     """What the files of this node hold and the data have decided, to be the same on every node."""
     weights = None if resumed else data.config.weight_loader.params_path
+    if isinstance(data, Data):
+        contents = _contents_of(data, meaning)
+    else:
+        contents = {"mixture": meaning["mixture"]}
+        for name, part in zip(data.names, data.datasets, strict=True):
+            of_part = {"options": meaning["parts"][name]["data"]} | _contents_of(part, meaning["parts"][name])
+            contents |= {f"{field} of part {name}": value for field, value in of_part.items()}
     return {
-        "dataset": meaning["dataset"],
-        "frames in use": hashlib.sha256(data.rows.tobytes() + b"|" + data.val_rows.tobytes()).hexdigest(),
-        "norm statistics": meaning["norm_stats"],
-        "tokenizer": data.source.tokenizer.fingerprint(),
+        **contents,
+        "tokenizer": data.datasets[0].source.tokenizer.fingerprint(),
         "base weights": None if weights is None else base_weights_fingerprint(pathlib.Path(weights)),
         **config_fields(data.config),
     }
 
 
+def _contents_of(data: Data, meaning: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "dataset": meaning["dataset"],
+        "frames in use": hashlib.sha256(data.rows.tobytes() + b"|" + data.val_rows.tobytes()).hexdigest(),
+        "norm statistics": meaning["norm_stats"],
+    }
+
+
 def _compile(
-    config: TrainConfig, data: Data, training: Training, mesh: jax.sharding.Mesh, say: Callable[..., None]
-) -> jax.stages.Compiled:
-    """The step, which fits the devices; compiled before weights are loaded, so that no time is lost on one that does
-    not, and so that no figure of speed counts it."""
-    batch = abstract_batch(together(data.first_batch), config.batch_size, mesh)
-    started_s = time.perf_counter()
-    step = compile_ahead(training.step, mesh, training.abstract, batch, training.train_rng)
-    need = step_memory(step)
-    say(
-        f"step compiled in {time.perf_counter() - started_s:.1f} s" + (f"; it needs {need}" if need is not None else "")
-    )
-    if need is not None:
-        require_memory(
-            need,
-            device_limit(jax.local_devices()[0]),
-            batch_size=config.batch_size,
-            num_microbatches=config.num_microbatches,
-            fsdp_devices=config.fsdp_devices,
-            num_devices=mesh.size,
-            further=(*_LESS_MEMORY, f"what python scripts/plan.py {config.name} --help finds for this card"),
+    config: TrainConfig, data: Data | Mixture, training: Training, mesh: jax.sharding.Mesh, say: Callable[..., None]
+) -> jax.stages.Compiled | StepByStructure:
+    """The step, which fits the devices, for every set of cameras that batches have; compiled before weights are loaded,
+    so that no time is lost on one that does not, and so that no figure of speed counts it."""
+    steps = []
+    for first in together(data.first_batches):
+        batch = abstract_batch(first, config.batch_size, mesh)
+        started_s = time.perf_counter()
+        step = compile_ahead(training.step, mesh, training.abstract, batch, training.train_rng)
+        need = step_memory(step)
+        say(
+            f"step compiled in {time.perf_counter() - started_s:.1f} s"
+            + (f"; it needs {need}" if need is not None else "")
+            + (f" (batches with {', '.join(first.observation.images)})" if isinstance(data, Mixture) else "")
         )
-    return step
+        if need is not None:
+            require_memory(
+                need,
+                device_limit(jax.local_devices()[0]),
+                batch_size=config.batch_size,
+                num_microbatches=config.num_microbatches,
+                fsdp_devices=config.fsdp_devices,
+                num_devices=mesh.size,
+                further=(*_LESS_MEMORY, f"a setting that python scripts/plan.py {config.name} finds for this card"),
+            )
+        steps.append((batch, step))
+    return steps[0][1] if len(steps) == 1 else StepByStructure(steps)
 
 
 def _loop_config(config: TrainConfig) -> LoopConfig:
@@ -251,9 +278,9 @@ def _loop_config(config: TrainConfig) -> LoopConfig:
 
 def _run(
     config: TrainConfig,
-    data: Data,
+    data: Data | Mixture,
     training: Training,
-    step: jax.stages.Compiled,
+    step: jax.stages.Compiled | StepByStructure,
     mesh: jax.sharding.Mesh,
     store: CheckpointStore,
     state: TrainState,
@@ -274,11 +301,7 @@ def _run(
     )
 
     def save_pictures(loaded: LoadedBatch) -> None:
-        feeds = data.config.data.cameras.as_dict()
-        images = {
-            f"{slot} <- {feeds.get(slot, 'nothing (masked)')}": np.asarray(image)
-            for slot, image in loaded.batch.observation.images.items()
-        }
+        images = {data.camera_name(slot): np.asarray(image) for slot, image in loaded.batch.observation.images.items()}
         # This process's share is the first part of the ids where pictures are written, in process 0.
         metrics.save_images(images, data.captions(loaded.sample_ids[: len(loaded.batch.actions)], loader.skipped))
 
@@ -297,7 +320,7 @@ def _run(
                 position=position,
                 on_first_batch=save_pictures,
                 on_saved=lambda: discard_replaced(folder),
-                rows_of=lambda ids: data.rows[ids],
+                rows_of=data.rows_of,
                 validation=build_validation(data, mesh),
                 skipped=lambda: sorted(dict(loader.skipped).items()),  # a copy: its thread goes on
                 show=jax.process_index() == 0,
@@ -309,7 +332,17 @@ def _run(
                 print(f"{len(loader.skipped)} damaged samples were left out; the checkpoint's resume.json lists them")
 
 
-def _describe_data(data: Data, say: Callable[..., None]) -> None:
+def _describe_data(data: Data | Mixture, say: Callable[..., None]) -> None:
+    for part in data.datasets:
+        _describe_dataset(part, say)
+    if isinstance(data, Mixture):
+        say(f"mixture: {data.config.data.mixture}")
+        for line in data.shares():
+            say(f"  {line}")
+    say(f"devices: {jax.device_count()} x {jax.devices()[0].device_kind}, processes: {jax.process_count()}")
+
+
+def _describe_dataset(data: Data, say: Callable[..., None]) -> None:
     dataset, config, report = data.source.dataset, data.config, data.report
     say(
         f"dataset: {dataset.root} (LeRobot {dataset.version}, {dataset.num_episodes} episodes, "
@@ -329,7 +362,6 @@ def _describe_data(data: Data, say: Callable[..., None]) -> None:
     )
     for warning in report.warnings:
         say(f"warning: {warning}")
-    say(f"devices: {jax.device_count()} x {jax.devices()[0].device_kind}, processes: {jax.process_count()}")
 
 
 def _describe_weights(report: WeightsReport | None, config: TrainConfig) -> str:

@@ -5,6 +5,7 @@ import functools
 import pathlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,12 +14,14 @@ from openpi_accel.build.files import FileOptions, require_files
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
+from openpi_accel.data.lerobot.baseline import BaselineReader
 from openpi_accel.data.lerobot.dataset import LeRobotDataset, open_dataset
 from openpi_accel.data.lerobot.frames import FrameError
 from openpi_accel.data.lerobot.locate import find_dataset
 from openpi_accel.data.loader import BadSample, Loader
-from openpi_accel.data.mapping import resolve_mapping
+from openpi_accel.data.mapping import DataMapping, resolve_mapping
 from openpi_accel.data.norm_stats import NormStats, load_norm_stats, norm_stats_path
+from openpi_accel.data.order import Order, SampleOrder
 from openpi_accel.data.packed import PackedFrames
 from openpi_accel.data.pipeline import BatchSource, settle_max_token_len
 from openpi_accel.data.rows import hold_out, name_rows, training_rows
@@ -26,6 +29,7 @@ from openpi_accel.data.stats_command import stats_command
 from openpi_accel.data.tokenizer import PromptTokenizer, find_tokenizer
 from openpi_accel.data.validation import DataReport, validate_before_training, without_bad_rows
 from openpi_accel.data.worker_pool import ProcessPool, ThreadPool
+from openpi_accel.errors import UserError
 from openpi_accel.types import Batch
 
 
@@ -51,38 +55,35 @@ class Data:
     norm_stats_text: str
     worker_processes: bool = False
 
+    @property
+    def datasets(self) -> tuple["Data", ...]:
+        """Each dataset of the run by itself."""
+        return (self,)
+
     def loader(self, *, start_sample: int = 0, skipped: Mapping[int, str] | None = None) -> Loader[Batch]:
         """This process's share of the batches, from a position on, without the samples that were skipped before."""
-        return Loader(
+        return make_loader(
+            self.config,
             RowBatches(self.source, self.rows),
-            num_rows=len(self.rows),
-            batch_size=self.config.batch_size,
-            seed=self.config.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            SampleOrder(len(self.rows), self.config.seed),
             num_workers=self.config.num_workers,
             prefetch_batches=self.config.data.prefetch_batches,
             start_sample=start_sample,
             start_pool=ProcessPool if self.worker_processes else ThreadPool,
-            describe=self._describe,
-            skip_bad=self.config.data.on_corrupt == "skip",
+            describe=self.describe,
             skipped=skipped,
         )
 
-    def first_batch(self) -> Batch:
+    def first_batches(self) -> tuple[Batch, ...]:
         """One sample of the order's first batch, for its shapes; what cannot be read shows here, before training."""
-        with Loader(
+        with make_loader(
+            dataclasses.replace(self.config, batch_size=jax.process_count(), num_microbatches=1),
             RowBatches(self.source, self.rows),
-            num_rows=len(self.rows),
-            batch_size=jax.process_count(),
-            seed=self.config.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            SampleOrder(len(self.rows), self.config.seed),
             num_workers=0,
-            describe=self._describe,
-            skip_bad=self.config.data.on_corrupt == "skip",
+            describe=self.describe,
         ) as loader:
-            return next(loader).batch
+            return (next(loader).batch,)
 
     def validation_batches(self) -> Iterator[Batch]:
         """This process's share of each held-out batch: the same samples every time, drawn evenly by the seed.
@@ -91,20 +92,24 @@ class Data:
         """
         size = self.config.batch_size
         rows = np.resize(self.val_rows, max(len(self.val_rows), size))
-        with Loader(
+        with make_loader(
+            self.config,
             RowBatches(self.source, rows),
-            num_rows=len(rows),
-            batch_size=size,
-            seed=self.config.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            SampleOrder(len(rows), self.config.seed),
             num_workers=max(1, self.config.num_workers),
             prefetch_batches=1,
             describe=lambda ids: name_rows(self.source.dataset, rows[ids]),
-            skip_bad=self.config.data.on_corrupt == "skip",
         ) as loader:
             for _ in range(min(self.config.val_batches, -(-len(rows) // size))):
                 yield next(loader).batch
+
+    def rows_of(self, ids: np.ndarray) -> np.ndarray:
+        """Sample ids, as the loader gives them, to dataset rows: (n,)."""
+        return self.rows[ids]
+
+    def camera_name(self, slot: str) -> str:
+        """For people: which camera feeds a slot."""
+        return f"{slot} <- {self.config.data.cameras.as_dict().get(slot, 'nothing (masked)')}"
 
     def captions(self, ids: np.ndarray, skipped: Mapping[int, str]) -> list[str]:
         """For people: dataset row, episode, frame and task of each sample, by position among the rows in use."""
@@ -116,8 +121,27 @@ class Data:
             for i, (sample, row, prompt) in enumerate(zip(ids, rows, self.source.prompts(rows), strict=True))
         ]
 
-    def _describe(self, ids: np.ndarray) -> str:
+    def describe(self, ids: np.ndarray) -> str:
+        """Names these samples to a person."""
         return f"{self.source.dataset.root}, {name_rows(self.source.dataset, self.rows[ids])}"
+
+
+def make_loader(
+    config: TrainConfig,
+    load_batch: Callable[[np.ndarray], Batch],
+    order: Order,
+    **options: Any,
+) -> Loader[Batch]:
+    """The loader of this process; `options` are further arguments of `Loader`."""
+    return Loader(
+        load_batch,
+        order,
+        config.batch_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        skip_bad=config.data.on_corrupt == "skip",
+        **options,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +169,35 @@ class RowBatches:
             raise BadSample(int(ids[np.flatnonzero(rows == error.row)[0]]), str(error)) from error
 
 
+def _open(
+    config: TrainConfig, environment: Environment
+) -> tuple[LeRobotDataset, DataMapping, Callable[..., PromptTokenizer]]:
+    """The dataset, what of it feeds the model, and what makes a tokenizer of a given length."""
+    if config.data.mixture is not None:
+        raise UserError(
+            f"One dataset at a time here, and {config.data.mixture} names several: give --data.path of one instead of "
+            "--data.mixture."
+        )
+    dataset = open_dataset(find_dataset(config.data.repo_id, config.data.path, environment), config.data.video_decoder)
+    tokenizer = functools.partial(
+        PromptTokenizer,
+        find_tokenizer(config.data.tokenizer_path, environment),
+        vocab_size=config.model.vocab_size,
+        allow_truncation=config.data.allow_truncation,
+    )
+    return dataset, resolve_mapping(config.data, dataset), tokenizer
+
+
+def prompt_tokens(config: TrainConfig, environment: Environment) -> int:
+    """The prompt length of a batch (`settle_max_token_len`).
+
+    Raises:
+        UserError: as `build_source`, but for the statistics.
+    """
+    dataset, mapping, tokenizer = _open(config, environment)
+    return settle_max_token_len(dataset, mapping, tokenizer(max_token_len=None), config.model, config.data)
+
+
 def build_source(
     config: TrainConfig,
     acceleration: Acceleration,
@@ -167,15 +220,11 @@ def build_source(
     Raises:
         UserError: something is missing or does not fit; says what to do.
     """
-    require_files(config, environment, options=options, norm_stats_file=norm_stats_file, statistics=norm_stats is None)
-    dataset = open_dataset(find_dataset(config.data.repo_id, config.data.path, environment))
-    mapping = resolve_mapping(config.data, dataset)
-    tokenizer = functools.partial(
-        PromptTokenizer,
-        find_tokenizer(config.data.tokenizer_path, environment),
-        vocab_size=config.model.vocab_size,
-        allow_truncation=config.data.allow_truncation,
-    )
+    if config.data.mixture is None:
+        require_files(
+            config, environment, options=options, norm_stats_file=norm_stats_file, statistics=norm_stats is None
+        )
+    dataset, mapping, tokenizer = _open(config, environment)
     if norm_stats is not None:
         stats = norm_stats(mapping.state_dim, mapping.action_dim)
     else:
@@ -203,6 +252,9 @@ def build_source(
         skip_images=acceleration.skip_images,
         only_consumed=acceleration.skip_video_decode,
         packed=_open_packed(config, dataset),
+        baseline=BaselineReader(dataset, mapping.state_key, mapping.action_key, config.model.action_horizon)
+        if config.data.reader == "lerobot"
+        else None,
         loss=config.loss,
     )
     return config, source
@@ -249,5 +301,6 @@ def build_data(config: TrainConfig, acceleration: Acceleration, environment: Env
         val_rows=val_rows,
         report=report,
         norm_stats_text=path.read_text(),
-        worker_processes=acceleration.worker_cpu,
+        # lerobot's reader holds Python's lock; upstream runs it in processes.
+        worker_processes=acceleration.worker_cpu or config.data.reader == "lerobot",
     )

@@ -4,6 +4,7 @@ import jax
 from jax.sharding import Mesh
 
 from openpi_accel.build.data import Data
+from openpi_accel.build.mixture import Mixture
 from openpi_accel.build.sharded import sharded_loss, sharded_ops
 from openpi_accel.data.augment import to_float
 from openpi_accel.models.ops import REFERENCE_OPS
@@ -12,9 +13,9 @@ from openpi_accel.objective import make_loss_fn
 from openpi_accel.train.validation import Validation
 
 
-def build_validation(data: Data, mesh: Mesh) -> Validation | None:
+def build_validation(data: Data | Mixture, mesh: Mesh) -> Validation | None:
     """None where no episode is held out. Images are not augmented; the model's units are the reference ones."""
-    if not len(data.val_rows):
+    if not any(len(part.val_rows) for part in data.datasets):
         return None
     config = data.config
 

@@ -165,6 +165,9 @@ class CameraKeys:
         return {slot: key for slot in CAMERA_SLOTS if (key := getattr(self, slot)) is not None}
 
 
+VideoDecoderName = Literal["auto", "pyav", "torchcodec"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """A LeRobot dataset and how its columns become the model's inputs."""
@@ -173,6 +176,8 @@ class DataConfig:
     """Name of the dataset on the Hub, for example physical-intelligence/libero; also the default asset id."""
     path: str | None = None
     """Local dataset folder. None looks in HF_LEROBOT_HOME and the Hub cache."""
+    mixture: str | None = None
+    """JSON file of several datasets with their weights, in place of the one dataset (docs/data.md)."""
     asset_id: str | None = None
     """Folder of the norm statistics below assets/<config>; None is the repo id (for local/dataset: local/<folder>)."""
     cameras: CameraKeys = dataclasses.field(default_factory=CameraKeys)
@@ -202,6 +207,10 @@ class DataConfig:
     on_corrupt: Literal["error", "skip"] = "error"
     """What to do about frames that cannot be read, NaN, or missing task texts: stop, or count, list and leave them
     out."""
+    reader: Literal["native", "lerobot"] = "native"
+    """What reads the dataset; lerobot is its own LeRobotDataset, every camera decoded, as a baseline (slow)."""
+    video_decoder: VideoDecoderName = "auto"
+    """What decodes videos; auto is PyAV. The order and the numbers of frames are the same with either."""
     prefetch_batches: int = 4
     """Batches kept ready ahead of the step."""
 
@@ -355,6 +364,15 @@ class TrainConfig:
             )
         if self.keep_period is not None and self.keep_period < 1:
             raise UserError(f"--keep-period is {self.keep_period}; it must be at least 1, or None.")
+        of_one_dataset = ("path", "asset_id", "episodes", "keep_frames", "packed")
+        given = [f"--data.{name.replace('_', '-')}" for name in of_one_dataset if getattr(self.data, name) is not None]
+        if self.data.mixture is not None and given:
+            raise UserError(
+                f"{' and '.join(given)} (launchers: DATA_PATH is --data.path) belong to one dataset, and "
+                f"--data.mixture names several: write them into the parts of {self.data.mixture}."
+            )
+        if self.data.reader == "lerobot" and self.data.packed is not None:
+            raise UserError("--data.packed is read natively: leave it out, or take --data.reader native.")
         if self.data.delta_action_dims < 0:
             raise UserError(f"--data.delta-action-dims is {self.data.delta_action_dims}; it must be 0 or more.")
         if not self.grace_s > 0:

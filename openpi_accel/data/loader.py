@@ -1,78 +1,25 @@
-"""Batches in a fixed order, made ahead by workers (worker_pool.py).
+"""Batches in a fixed order (order.py), made ahead by workers (worker_pool.py).
 
-The order is a pure function of (seed, epoch): the same for any number of workers and processes. Where bad samples are
-skipped, each is replaced by the next good one of the epoch's order, so that what a batch holds depends on (seed, epoch)
-and on which samples are bad, and not on when that was found out.
+The order is a pure function of the seed: the same for any number of workers and processes. Where bad samples are
+skipped, each is replaced by the next good one of the epoch's order, so that what a batch holds depends on the seed and
+on which samples are bad, and not on when that was found out.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from openpi_accel.data.order import Order
 from openpi_accel.data.worker_pool import LoadBatch, ThreadPool, WorkerDied, WorkerPool
 from openpi_accel.errors import UserError
 
 _MAX_NAMED = 8
 _PATIENCE_S = 60.0
 _log = logging.getLogger(__name__)
-
-
-def epoch_order(seed: int, epoch: int, num_rows: int) -> np.ndarray:
-    """The permutation of 0..num_rows-1 in which an epoch visits the rows.
-
-    Rows are sorted by the raw 64-bit output of Philox 4x64-10 (Salmon et al. 2011) keyed by numpy's
-    SeedSequence([seed, epoch]). NumPy guarantees both streams for good, unlike those of `Generator.permutation`, so the
-    order survives updates.
-    """
-    bits = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
-    return np.argsort(bits, kind="stable")
-
-
-class SampleOrder:
-    """Sample number, counted from the start of training over all epochs, to dataset row. Constant time at any point."""
-
-    def __init__(self, num_rows: int, seed: int) -> None:
-        self.num_rows, self.seed = num_rows, seed
-        self._epochs: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
-
-    def rows(self, first: int, count: int, skipped: Collection[int] = ()) -> np.ndarray:
-        """The rows of samples first..first+count-1: (count,) int64; goes on into the next epoch.
-
-        In place of a row that is skipped comes the next one of the epoch's order that is not.
-
-        Raises:
-            UserError: every row is skipped.
-        """
-        parts = []
-        while count > 0:
-            epoch, at = divmod(first, self.num_rows)
-            order = self._epoch(epoch)
-            part = order[at : at + count]
-            parts.append(part if not skipped else self._without(skipped, order, at, part))
-            first, count = first + len(part), count - len(part)
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-    def _without(self, skipped: Collection[int], order: np.ndarray, at: int, part: np.ndarray) -> np.ndarray:
-        part = part.copy()
-        for i in range(len(part)):
-            step = 0
-            while int(part[i]) in skipped:
-                step += 1
-                if step == self.num_rows:
-                    raise UserError("Every sample is bad: nothing is left to train on. Fetch the dataset again.")
-                part[i] = order[(at + i + step) % self.num_rows]
-        return part
-
-    def _epoch(self, epoch: int) -> np.ndarray:
-        if epoch not in self._epochs:
-            self._epochs[epoch] = epoch_order(self.seed, epoch, self.num_rows)
-            if len(self._epochs) > 2:
-                self._epochs.popitem(last=False)
-        return self._epochs[epoch]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +54,7 @@ class BadSample(UserError):
 
 
 class Loader[T]:
-    """Endless batches; every row occurs once per epoch, and a batch may span the border of two epochs.
+    """Endless batches in the order's order; a batch may span the border of two epochs.
 
     Iterate, and `close` at the end (or use it as a context manager): afterwards no worker is left. One iteration at a
     time.
@@ -119,9 +66,8 @@ class Loader[T]:
     def __init__(
         self,
         load_batch: LoadBatch[T],
-        num_rows: int,
+        order: Order,
         batch_size: int,
-        seed: int,
         process_index: int = 0,
         process_count: int = 1,
         num_workers: int = 2,
@@ -137,9 +83,8 @@ class Loader[T]:
 
         Args:
             load_batch: makes the batch of these rows; several at once.
-            num_rows: rows in the dataset.
+            order: which rows come when.
             batch_size: of all processes together; each takes a contiguous slice of it.
-            seed: of the order.
             process_index, process_count: which slice.
             num_workers: 0 makes each batch when it is asked for, in the caller's thread.
             prefetch_batches: batches being made or kept ready, at least as many as workers.
@@ -157,6 +102,7 @@ class Loader[T]:
             lower, upper = batch_size // process_count * process_count, -(-batch_size // process_count) * process_count
             choice = f"{lower} or {upper}" if lower else f"{upper}"
             raise UserError(f"--batch-size {batch_size} does not divide over {process_count} processes. Take {choice}.")
+        num_rows = order.num_rows
         if batch_size > num_rows:
             largest = num_rows // process_count * process_count
             advice = f"Take --batch-size={largest} or less" if largest else "Use fewer processes"
@@ -167,7 +113,7 @@ class Loader[T]:
         self._load_batch, self._batch_size = load_batch, batch_size
         share = batch_size // process_count
         self._slice = slice(process_index * share, (process_index + 1) * share)
-        self._order = SampleOrder(num_rows, seed)
+        self._order = order
         self._num_workers, self._ahead = num_workers, max(prefetch_batches, num_workers, 1)
         self._next = start_sample
         self._start_pool, self._describe, self._patience_s = start_pool, describe or _row_numbers, patience_s

@@ -1,8 +1,12 @@
 """Dataset rows to training batches, on the host. B batch, A action horizon, L prompt tokens, E action dimension."""
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 
 from openpi_accel.config.schema import AUTO, CAMERA_SLOTS, IMAGE_SIZE, DataConfig, LossConfig, ModelConfig
+from openpi_accel.data.lerobot.baseline import BaselineReader
 from openpi_accel.data.lerobot.dataset import LeRobotDataset
 from openpi_accel.data.mapping import DataMapping
 from openpi_accel.data.norm_stats import NormStats
@@ -36,6 +40,7 @@ class BatchSource:
         skip_images: tuple[str, ...] = (),
         only_consumed: bool = False,
         packed: PackedFrames | None = None,
+        baseline: BaselineReader | None = None,
         loss: LossConfig = LossConfig(),  # noqa: B008  # frozen
     ) -> None:
         """Checks that the parts fit; reads no frame.
@@ -51,6 +56,7 @@ class BatchSource:
             only_consumed: False decodes every camera of the dataset and throws away what the model does not take, as
                 upstream does; True decodes the mapped cameras alone. The batches are equal.
             loss: what the loss leaves out; by default nothing, and batches have no action_mask.
+            baseline: read rows through lerobot instead of `dataset`; the batches are equal.
             packed: take the frames from this cache of the dataset; nothing is decoded then, and the batches are equal.
 
         Raises:
@@ -69,7 +75,7 @@ class BatchSource:
         )
         self.slots = _kept_slots(mapping, skip_images)
         fed = set(mapping.cameras.as_dict().values())
-        self._packed, self._loss = packed, loss
+        self._packed, self._baseline, self._loss = packed, baseline, loss
         self._decoded = tuple(key for key in dataset.cameras if not only_consumed or key in fed)
         self._encoded_prompts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -87,15 +93,21 @@ class BatchSource:
             UserError: NaN or infinity (names dataset, episode and frame), a prompt too long, a row without task text.
         """
         rows = np.asarray(rows)
-        state = numeric_column(self.dataset, self.mapping.state_key)[rows]
-        actions, is_pad = self.dataset.chunk(self.mapping.action_key, rows, self.horizon)
+        if self._baseline is not None:
+            read = self._baseline.read(rows)
+            state, actions, is_pad, tasks = read.state, read.actions, read.is_pad, read.tasks
+            frames_of: Callable[[str], list[np.ndarray]] = read.frames.__getitem__
+        else:
+            state = numeric_column(self.dataset, self.mapping.state_key)[rows]
+            actions, is_pad = self.dataset.chunk(self.mapping.action_key, rows, self.horizon)
+            tasks, frames_of = self.dataset.task_of(rows), functools.partial(self.dataset.frames, rows=rows)
         if not (np.isfinite(state).all() and np.isfinite(actions).all()):
             require_finite(self.dataset, self.mapping.state_key, np.sort(rows))
             reached = reached_rows(self.dataset.episode_starts, rows, self.horizon)
             require_finite(self.dataset, self.mapping.action_key, reached)
         normalized_state = self.numbers.normalize_state(state)
-        tokens, token_mask = self._prompts(self.prompts(rows), normalized_state)
-        images, image_masks = self._images(rows)
+        tokens, token_mask = self._prompts(with_default(tasks, self.default_prompt), normalized_state)
+        images, image_masks = self._images(rows, frames_of)
         observation = Observation(
             images=images,  # type: ignore[arg-type]  # numpy on the host, jax on the device: one pytree for both
             image_masks=image_masks,  # type: ignore[arg-type]
@@ -142,7 +154,9 @@ class BatchSource:
             encoded = [self._encoded_prompts[text] for text in texts]
         return np.stack([tokens for tokens, _ in encoded]), np.stack([mask for _, mask in encoded])
 
-    def _images(self, rows: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    def _images(
+        self, rows: np.ndarray, frames_of: Callable[[str], list[np.ndarray]]
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         feeds = self.mapping.cameras.as_dict()
         square = (len(rows), IMAGE_SIZE, IMAGE_SIZE, 3)
         images = {s: np.empty(square, np.uint8) if s in feeds else np.zeros(square, np.uint8) for s in self.slots}
@@ -155,7 +169,7 @@ class BatchSource:
                     images[slot][:] = out[key]
             return images, masks
         for key in self._decoded:
-            frames = self.dataset.frames(key, rows)
+            frames = frames_of(key)
             for slot in (s for s in self.slots if feeds.get(s) == key):
                 for i, frame in enumerate(frames):
                     try:

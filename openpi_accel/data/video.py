@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import pathlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import av
 import av.container
@@ -174,6 +175,21 @@ class VideoReader:
         return None
 
 
+class Reader(Protocol):
+    """One open file; not for two threads at once."""
+
+    path: pathlib.Path
+
+    def frames(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """The frames with these numbers, uint8 H W 3, in the order asked for. Raises UserError as `VideoReader`."""
+
+    def close(self) -> None:
+        """Closes the file."""
+
+
+OpenReader = Callable[[pathlib.Path, FrameTable], Reader]
+
+
 class VideoPool:
     """Lends readers to threads and keeps idle ones open.
 
@@ -181,10 +197,13 @@ class VideoPool:
     frame) are kept up to `max_table_bytes`. An open 256 x 256 AV1 file takes 1 MB; opening it anew costs 1 ms.
     """
 
-    def __init__(self, max_idle: int = 64, max_table_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, max_idle: int = 64, max_table_bytes: int = 256 << 20, open_reader: OpenReader = VideoReader
+    ) -> None:
+        self._open_reader = open_reader
         self._max_idle, self._max_table_bytes = max_idle, max_table_bytes
         self._lock = threading.Lock()
-        self._idle: collections.OrderedDict[int, VideoReader] = collections.OrderedDict()
+        self._idle: collections.OrderedDict[int, Reader] = collections.OrderedDict()
         self._tables: collections.OrderedDict[pathlib.Path, FrameTable] = collections.OrderedDict()
         self._table_bytes = 0
 
@@ -214,7 +233,7 @@ class VideoPool:
         Raises:
             UserError: as `VideoReader`.
         """
-        reader = self._take(path) or VideoReader(path, self.table(path))
+        reader = self._take(path) or self._open_reader(path, self.table(path))
         try:
             frames = reader.frames(indices)
         except BaseException:
@@ -231,14 +250,14 @@ class VideoPool:
         for reader in readers:
             reader.close()
 
-    def _take(self, path: pathlib.Path) -> VideoReader | None:
+    def _take(self, path: pathlib.Path) -> Reader | None:
         with self._lock:
             for name in reversed(self._idle):
                 if self._idle[name].path == path:
                     return self._idle.pop(name)
         return None
 
-    def _give_back(self, reader: VideoReader) -> None:
+    def _give_back(self, reader: Reader) -> None:
         old = None
         with self._lock:
             self._idle[id(reader)] = reader

@@ -21,8 +21,9 @@ from openpi_accel.parallel.exchange import gather_texts, name_ranks
 MAY_DIFFER = frozenset(
     {
         # Where files lie on this node, and a name made of that. What is in the files is compared instead: dataset,
-        # statistics, tokenizer, base weights; a packed cache is held against its dataset when it is opened.
+        # mixture, statistics, tokenizer, base weights; a packed cache is held against its dataset when it is opened.
         "data/path",
+        "data/mixture",
         "data/asset_id",
         "data/tokenizer_path",
         "data/packed",

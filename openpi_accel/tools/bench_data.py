@@ -23,6 +23,7 @@ from openpi_accel.data.images import decode_image
 from openpi_accel.data.lerobot.dataset import LeRobotDataset
 from openpi_accel.data.loader import Loader
 from openpi_accel.data.norm_stats import NormStats, Statistics
+from openpi_accel.data.order import SampleOrder
 from openpi_accel.data.pipeline import BatchSource
 from openpi_accel.data.rows import training_rows
 from openpi_accel.data.transforms import to_model_image
@@ -31,6 +32,7 @@ from openpi_accel.errors import UserError
 from openpi_accel.sizes import format_bytes
 from openpi_accel.types import Batch
 
+_LEROBOT = "lerobot"
 _PROG = "python scripts/bench_data.py"
 _POOLS: dict[str, Callable[[LoadBatch[Batch], int], WorkerPool[Batch]]] = {
     "threads": ThreadPool,
@@ -44,7 +46,7 @@ class Measured:
 
     Attributes:
         what: decode (one frame), batch (samples, in this thread), or load (samples, by workers).
-        reader: files or packed; for decode the decoder.
+        reader: files, packed or lerobot; for decode the decoder.
         workers: kind and number; empty for none.
         per_s: frames or samples per second of wall time.
         per_core_s: frames or samples per second of CPU time; None where other processes did the work.
@@ -58,19 +60,21 @@ class Measured:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """The script: `bench_data.py CONFIG [train options] [--workers 1,2,8] [--batches N] [--json]`.
+    """The script: `bench_data.py CONFIG [train options] [--readers …] [--workers 1,2,8] [--batches N] [--json]`.
 
     Raises:
-        UserError: no dataset, no tokenizer, or a pack that is not the dataset's.
+        UserError: no dataset, no tokenizer, no lerobot that reads it, or a pack that is not the dataset's.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--workers", default="1,2,8")
+    parser.add_argument("--readers", default="native")
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--json", action="store_true")
     own, rest = parser.parse_known_args(argv)
     description = (
         f"{__doc__} Takes the options of scripts/train.py; with --data.packed the packed cache is timed too. Further: "
-        "--workers 1,2,8, --batches N (per line), --json (one line of JSON per measurement)."
+        "--readers native,lerobot (lerobot's own, by processes alone), --workers 1,2,8, --batches N (per line), --json "
+        "(one line of JSON per measurement)."
     )
     config = parse_train_config(rest, prog=_PROG, description=description)
     try:
@@ -79,9 +83,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         raise UserError(
             f"--workers {own.workers!r} is no list of numbers; write for example --workers 1,2,8."
         ) from error
+    readers = own.readers.split(",")
+    for reader in readers:
+        if reader not in ("native", "lerobot"):
+            raise UserError(f"--readers {own.readers}: there is no reader {reader!r}; take native, lerobot or both.")
     console = Console()
     table = Table("what", "reader", "workers", "per second", "per second and core")
-    for line in measure(config, env, numbers, max(1, own.batches)):
+    for line in measure(config, env, numbers, max(1, own.batches), with_lerobot="lerobot" in readers):
         if own.json:
             print(json.dumps(dataclasses.asdict(line)), flush=True)
         core = "" if line.per_core_s is None else f"{line.per_core_s:.0f}"
@@ -93,12 +101,21 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-def measure(config: TrainConfig, env: Mapping[str, str], workers: Sequence[int], batches: int) -> Iterator[Measured]:
-    """Yields every measurement, as soon as it is done."""
+def measure(
+    config: TrainConfig,
+    env: Mapping[str, str],
+    workers: Sequence[int],
+    batches: int,
+    *,
+    with_lerobot: bool = False,
+) -> Iterator[Measured]:
+    """Yields every measurement, as soon as it is done. The native reader is always measured."""
     acceleration = dataclasses.replace(Acceleration.from_env(env), skip_images=("auto",), skip_video_decode=True)
     environment = Environment.from_env(env)
     plain = dataclasses.replace(config, data=dataclasses.replace(config.data, packed=None))
     configs = [("files", plain), *([("packed", config)] if config.data.packed else [])]
+    if with_lerobot:
+        configs.append((_LEROBOT, dataclasses.replace(plain, data=dataclasses.replace(plain.data, reader="lerobot"))))
     sources = {
         name: build_source(chosen, acceleration, environment, norm_stats=_unit_stats)[1] for name, chosen in configs
     }
@@ -113,6 +130,8 @@ def measure(config: TrainConfig, env: Mapping[str, str], workers: Sequence[int],
     for kind, pool in _POOLS.items():
         for number in workers:
             for name, source in sources.items():
+                if name == _LEROBOT and pool is ThreadPool:
+                    continue  # it reads one row at a time
                 yield _load(name, source, rows, size, batches, f"{number} {kind}", number, pool)
 
 
@@ -171,7 +190,7 @@ def _load(
     pool: Callable[[LoadBatch[Batch], int], WorkerPool[Batch]],
 ) -> Measured:
     load = RowBatches(source, rows)
-    with Loader(load, len(rows), size, 0, num_workers=number, start_pool=pool) as loader:
+    with Loader(load, SampleOrder(len(rows), 0), size, num_workers=number, start_pool=pool) as loader:
         for _ in range(number + 1):  # until every worker has started and read its files' indices
             next(loader)
         start, start_core = time.perf_counter(), time.process_time()

@@ -18,6 +18,7 @@ from openpi_accel.config.schema import TrainConfig
 from openpi_accel.data.lerobot.dataset import LeRobotDataset, open_dataset
 from openpi_accel.data.lerobot.locate import find_dataset
 from openpi_accel.data.mapping import NumericColumns, resolve_columns
+from openpi_accel.data.mixture_file import read_mixture
 from openpi_accel.data.norm_stats import (
     ComputedFor,
     NormStats,
@@ -81,16 +82,23 @@ def parse_args(argv: Sequence[str]) -> ComputeArgs:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """The script. DATA_PATH stands in for --data.path."""
+    """The script. DATA_PATH stands in for --data.path. With --data.mixture every part's statistics are computed."""
     args = parse_args(argv)
-    config, console = args.config, rich.console.Console()
+    config, environment = args.config, Environment.from_env(env)
+    if config.data.mixture is None:
+        path = config.data.path or env.get("DATA_PATH") or None
+        _compute(args, dataclasses.replace(config, data=dataclasses.replace(config.data, path=path)), environment)
+    else:
+        for part in read_mixture(config.data.mixture, config.data):
+            _compute(args, dataclasses.replace(config, data=part.data), environment)
+    return 0
+
+
+def _compute(args: ComputeArgs, config: TrainConfig, environment: Environment) -> None:
+    """Computes, writes and shows the statistics of one dataset."""
+    console = rich.console.Console()
     start_s = time.monotonic()
-    root = find_dataset(
-        config.data.repo_id,
-        config.data.path or env.get("DATA_PATH") or None,
-        Environment.from_env(env),
-        option="--data.path (or DATA_PATH)",
-    )
+    root = find_dataset(config.data.repo_id, config.data.path, environment, option="--data.path (or DATA_PATH)")
     dataset = open_dataset(root)
     columns = resolve_columns(config.data, dataset)
     rows = training_rows(dataset, config.data.episodes, config.data.keep_frames)
@@ -119,7 +127,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     for warning in narrow_range_warnings(stats, config.data.normalization, command=again):
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     console.print(f"{path} written in {time.monotonic() - start_s:.1f} s", highlight=False, soft_wrap=True)
-    return 0
 
 
 def compute_norm_stats(

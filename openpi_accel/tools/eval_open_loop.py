@@ -17,6 +17,7 @@ from openpi_accel.config.environment import Environment
 from openpi_accel.config.presets import get_preset
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.data.lerobot.dataset import LeRobotDataset
+from openpi_accel.data.mixture_file import part_named, read_mixture
 from openpi_accel.data.pipeline import BatchSource
 from openpi_accel.data.rows import hold_out, numeric_column, rows_of_episodes
 from openpi_accel.data.statistics import fingerprint
@@ -168,6 +169,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = _parse(argv)
     console = Console(stderr=args.json)
     checkpoint = find_checkpoint(args.checkpoint)
+    checkpoint = _of_part(checkpoint, args.part)
     config = _config(args, checkpoint, env)
     policy = load_policy(
         checkpoint,
@@ -230,6 +232,15 @@ def trained_on(checkpoint: Checkpoint, source: BatchSource) -> tuple[int, ...] |
     return tuple(int(number) for number in dataset.episode_ids[np.unique(dataset.episode_of(rows))])
 
 
+def _of_part(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
+    """A checkpoint of a mixture as if it had been trained on the named part alone; another one as it is."""
+    config = checkpoint.config
+    if config is None or config.data.mixture is None:
+        return checkpoint
+    part = part_named(read_mixture(config.data.mixture, config.data), name, "--part")
+    return dataclasses.replace(checkpoint, config=dataclasses.replace(config, data=part.data))
+
+
 def _config(args: argparse.Namespace, checkpoint: Checkpoint, env: Mapping[str, str]) -> TrainConfig:
     """The run's own config, or the named one; --data and --tokenizer over it."""
     config = get_preset(args.config) if args.config else checkpoint.config
@@ -249,6 +260,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="eval_open_loop.py", description=__doc__)
     parser.add_argument("checkpoint", help="run folder (its newest checkpoint is taken) or the folder of one step")
     parser.add_argument("--data", help="LeRobot dataset folder; default: DATA_PATH, else the one that was trained on")
+    parser.add_argument("--part", help="which dataset of a mixture (--data.mixture) to try it on, by its name")
     parser.add_argument("--config", help="config name, where the run folder holds no config.json")
     parser.add_argument("--tokenizer", help="SentencePiece model file; default: the run's own")
     parser.add_argument("--asset-id", help="folder of the norm statistics in the checkpoint; default: the run's own")

@@ -69,6 +69,18 @@ def compile_ahead(
     return compile_step(step, mesh, shardings_of(abstract)).lower(abstract, batch, train_rng).compile()
 
 
+class StepByStructure:
+    """The step for batches of several structures (which cameras they have), compiled for each before training."""
+
+    def __init__(self, compiled: Sequence[tuple[Any, jax.stages.Compiled]]) -> None:
+        """(a batch or its shapes, the step compiled for it); no two of one structure."""
+        self._by_structure = {jax.tree.structure(batch): step for batch, step in compiled}
+
+    def __call__(self, state: TrainState, batch: Any, train_rng: jax.Array) -> Any:
+        """As the step: the new state, and metrics."""
+        return self._by_structure[jax.tree.structure(batch)](state, batch, train_rng)
+
+
 def abstract_batch(local: Any, batch_size: int, mesh: Mesh) -> Any:
     """The shapes of a global batch of `batch_size`, from a batch of any size."""
     sharding = batch_sharding(mesh)
@@ -99,7 +111,8 @@ def run(
     The devices never wait for the host: the metrics of a step are read once the next one has been started.
 
     Args:
-        step: from `compile_ahead`; its state argument is donated, so the caller must not use `state` afterwards.
+        step: from `compile_ahead`, or a `StepByStructure`; its state argument is donated, so the caller must not use
+            `state` afterwards.
         state: on the devices, sharded; `state.step` says where to begin.
         train_rng: the run's key; the step folds its number in.
         loader: yields this process's share of every global batch, beginning where the run begins. Its arrays must not

@@ -102,6 +102,21 @@ def test_baseline_says_when_a_switch_is_set(stand_in):
     assert "not the plain baseline" in done.stderr and Started(done).env["OPENPI_SKIP_IMAGES"] == "right_wrist_0_rgb"
 
 
+def test_baseline_reads_as_upstream_does_where_lerobot_is(stand_in, tmp_path):
+    (tmp_path / "packages" / "lerobot").mkdir(parents=True)
+    (tmp_path / "packages" / "lerobot" / "__init__.py").touch()
+    env = {"OPENPI_PYTHON": str(stand_in), "PYTHONPATH": str(tmp_path / "packages")}
+    done = launch("run_baseline.sh", "pi05_lerobot", "--seed", "3", **env)
+    assert "lerobot's own reader, two workers" in done.stderr
+    assert Started(done).options[-6:] == ["--data.reader", "lerobot", "--num-workers", "2", "--seed", "3"]
+    chosen = launch("run_baseline.sh", "--data.reader=native", "--num-workers=1", **env)
+    assert Started(chosen).options[-2:] == ["--data.reader=native", "--num-workers=1"]
+    assert (
+        "upstream's own is used where lerobot is installed"
+        in launch("run_baseline.sh", **env | {"PYTHONPATH": ""}).stderr
+    )
+
+
 @pytest.mark.parametrize("config", ["pi05_libero", "pi0_libero"])
 def test_opt_on_libero(stand_in, config):
     started = Started(launch("run_opt.sh", config, OPENPI_PYTHON=str(stand_in)))

@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from openpi_accel.data.loader import BadSample, LoadedBatch, Loader, SampleOrder, epoch_order
+from openpi_accel.data.loader import BadSample, LoadedBatch, Loader
+from openpi_accel.data.order import SampleOrder, epoch_order
 from openpi_accel.errors import UserError
 
 ORDER_42_0 = [0, 1, 4, 2, 6, 5, 7, 3]
@@ -23,7 +24,7 @@ def slow_for_some(rows: np.ndarray) -> np.ndarray:
 
 
 def take(count: int, num_rows: int = 23, batch_size: int = 6, seed: int = 3, **options: int) -> list[LoadedBatch]:
-    with Loader(slow_for_some, num_rows, batch_size, seed, **options) as loader:
+    with Loader(slow_for_some, SampleOrder(num_rows, seed), batch_size, **options) as loader:
         return [next(loader) for _ in range(count)]
 
 
@@ -89,7 +90,7 @@ def test_a_far_position_costs_no_more_than_a_near_one() -> None:
 
 def test_batches_are_made_ahead_but_not_endlessly() -> None:
     begun = []
-    loader = Loader(lambda rows: begun.append(1), 100, 10, 0, num_workers=2, prefetch_batches=3)
+    loader = Loader(lambda rows: begun.append(1), SampleOrder(100, 0), 10, num_workers=2, prefetch_batches=3)
     assert not begun and not workers()  # nothing runs before the first batch is asked for
     next(loader)
     time.sleep(0.1)
@@ -103,7 +104,7 @@ def fail_at(bad: int, error: Exception) -> Loader:
             raise error
         return rows
 
-    return Loader(load, 20, 5, 0, num_workers=2)
+    return Loader(load, SampleOrder(20, 0), 5, num_workers=2)
 
 
 def test_an_exception_says_where_it_happened() -> None:
@@ -135,7 +136,7 @@ def test_closing_early_waits_for_the_threads_and_can_go_on(num_workers: int) -> 
         running.pop()
         return rows
 
-    loader = Loader(load, 100, 10, 0, num_workers=num_workers)
+    loader = Loader(load, SampleOrder(100, 0), 10, num_workers=num_workers)
     first = next(loader)
     loader.close()
     assert not running and not workers()
@@ -147,14 +148,14 @@ def test_closing_early_waits_for_the_threads_and_can_go_on(num_workers: int) -> 
 
 def test_batches_that_cannot_be() -> None:
     with pytest.raises(UserError, match="--batch-size 10 does not divide over 4 processes. Take 8 or 12"):
-        Loader(same, 100, 10, 0, process_count=4)
+        Loader(same, SampleOrder(100, 0), 10, process_count=4)
     with pytest.raises(UserError, match="does not divide over 4 processes. Take 4"):
-        Loader(same, 100, 2, 0, process_count=4)
+        Loader(same, SampleOrder(100, 0), 2, process_count=4)
     with pytest.raises(UserError, match="more than the 11 frames .* Take --batch-size=10 or less"):
-        Loader(same, 11, 12, 0, process_count=2)
+        Loader(same, SampleOrder(11, 0), 12, process_count=2)
     with pytest.raises(UserError, match="more than the 3 frames .* Use fewer processes"):
-        Loader(same, 3, 4, 0, process_count=4)
-    assert len(next(Loader(same, 12, 12, 0, num_workers=0)).sample_ids) == 12
+        Loader(same, SampleOrder(3, 0), 4, process_count=4)
+    assert len(next(Loader(same, SampleOrder(12, 0), 12, num_workers=0)).sample_ids) == 12
 
 
 class Damaged:
@@ -186,11 +187,14 @@ def expected_with_skips(bad: set[int], num_rows: int, seed: int, count: int) -> 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_bad_samples_are_an_error_or_replaced(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
     bad = {2, 3, 11}
-    with Loader(Damaged(bad), 23, 6, 3, num_workers=num_workers) as loader, pytest.raises(BadSample, match="damaged"):
+    with (
+        Loader(Damaged(bad), SampleOrder(23, 3), 6, num_workers=num_workers) as loader,
+        pytest.raises(BadSample, match="damaged"),
+    ):
         for _ in range(4):
             next(loader)
     load = Damaged(bad)
-    with Loader(load, 23, 6, 3, num_workers=num_workers, skip_bad=True) as loader:
+    with Loader(load, SampleOrder(23, 3), 6, num_workers=num_workers, skip_bad=True) as loader:
         found = [next(loader) for _ in range(12)]
     assert np.concatenate([batch.batch for batch in found]).tolist() == expected_with_skips(bad, 23, 3, 72)
     assert np.concatenate([batch.sample_ids for batch in found]).tolist() == SampleOrder(23, 3).rows(0, 72).tolist()
@@ -204,18 +208,20 @@ def test_a_resumed_run_and_every_process_skip_alike() -> None:
     expected = expected_with_skips(bad, 23, 3, 72)
     load = Damaged(bad)
     skipped = dict.fromkeys(bad, "known")
-    with Loader(load, 23, 6, 3, num_workers=2, skip_bad=True, skipped=skipped, start_sample=30) as loader:
+    with Loader(load, SampleOrder(23, 3), 6, num_workers=2, skip_bad=True, skipped=skipped, start_sample=30) as loader:
         assert np.concatenate([next(loader).batch for _ in range(7)]).tolist() == expected[30:]
     assert load.tried == []  # known ones are not tried again
     for process in range(2):
-        with Loader(Damaged(bad), 23, 6, 3, process_index=process, process_count=2, skip_bad=True) as loader:
+        with Loader(
+            Damaged(bad), SampleOrder(23, 3), 6, process_index=process, process_count=2, skip_bad=True
+        ) as loader:
             found = [next(loader).batch.tolist() for _ in range(12)]
         assert found == [expected[6 * i + 3 * process :][:3] for i in range(12)]
 
 
 def test_nothing_but_bad_samples() -> None:
     with (
-        Loader(Damaged(set(range(5))), 5, 2, 0, skip_bad=True) as loader,
+        Loader(Damaged(set(range(5))), SampleOrder(5, 0), 2, skip_bad=True) as loader,
         pytest.raises(UserError, match="Every sample is bad"),
     ):
         next(loader)

@@ -13,6 +13,7 @@ import pytest
 
 from openpi_accel.data.lerobot.frames import FrameError
 from openpi_accel.data.loader import Loader
+from openpi_accel.data.order import SampleOrder
 from openpi_accel.data.worker_env import worker_cores, worker_environment
 from openpi_accel.data.worker_pool import ProcessPool, WorkerDied
 from openpi_accel.errors import UserError
@@ -67,9 +68,9 @@ def is_alive(pid: int) -> bool:
 
 
 def test_the_same_batches_in_memory_that_is_used_again():
-    with Loader(batch_of, 23, 4, 0, num_workers=0) as loader:
+    with Loader(batch_of, SampleOrder(23, 0), 4, num_workers=0) as loader:
         expected = [next(loader) for _ in range(30)]
-    with Loader(batch_of, 23, 4, 0, num_workers=2, prefetch_batches=3, start_pool=ProcessPool) as loader:
+    with Loader(batch_of, SampleOrder(23, 0), 4, num_workers=2, prefetch_batches=3, start_pool=ProcessPool) as loader:
         kept = []
         for number in range(30):
             found = next(loader)
@@ -160,7 +161,9 @@ def test_what_goes_wrong_in_a_worker_is_told(row, kind, message):
 
 def test_a_dead_worker_is_told_with_the_batch():
     rows = np.array([4, 0])
-    with Loader(misbehave, 2, 2, 0, num_workers=1, start_pool=ProcessPool, describe=lambda ids: "episode 7") as loader:
+    with Loader(
+        misbehave, SampleOrder(2, 0), 2, num_workers=1, start_pool=ProcessPool, describe=lambda ids: "episode 7"
+    ) as loader:
         loader._order.rows = lambda *arguments: rows
         with pytest.raises(WorkerDied, match=r"samples 0 to 1 \(episode 7\)"):
             next(loader)
@@ -176,7 +179,7 @@ def test_what_cannot_be_loaded_there_is_told():
 
 
 def test_closing_does_not_wait_for_a_worker_that_hangs(caplog):
-    loader = Loader(misbehave, 1, 1, 0, num_workers=1, start_pool=ProcessPool, patience_s=0.2)
+    loader = Loader(misbehave, SampleOrder(1, 0), 1, num_workers=1, start_pool=ProcessPool, patience_s=0.2)
     loader._order.rows = lambda *arguments: np.array([6])
     pool = loader._pool = ProcessPool(misbehave, 1)
     future = pool.submit(np.array([6]))
@@ -194,7 +197,7 @@ def test_a_slow_batch_is_named(caplog):
         time.sleep(0.3)
         return rows
 
-    with Loader(slow, 4, 2, 0, num_workers=1, patience_s=0.1, describe=lambda ids: "episode 5") as loader:
+    with Loader(slow, SampleOrder(4, 0), 2, num_workers=1, patience_s=0.1, describe=lambda ids: "episode 5") as loader:
         next(loader)
     assert any("waiting for" in text and "samples 0 to 1 (episode 5)" in text for text in caplog.messages)
 
@@ -204,10 +207,11 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that it is ignored
 import numpy as np
 from openpi_accel.data.loader import Loader
+from openpi_accel.data.order import SampleOrder
 from openpi_accel.data.worker_pool import ProcessPool
 from tests.pool_jobs import echo, misbehave
 busy = sys.argv[1] == "busy"
-loader = Loader(misbehave if busy else echo, 8, 2, 0, num_workers=2, start_pool=ProcessPool)
+loader = Loader(misbehave if busy else echo, SampleOrder(8, 0), 2, num_workers=2, start_pool=ProcessPool)
 if busy:
     loader._order.rows = lambda *arguments: np.array([6])
 with loader:

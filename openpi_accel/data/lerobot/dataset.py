@@ -14,12 +14,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from openpi_accel.config.schema import VideoDecoderName
 from openpi_accel.data.images import image_format
 from openpi_accel.data.lerobot import v2, v3
 from openpi_accel.data.lerobot.features import Camera, Feature, read_info
 from openpi_accel.data.lerobot.frames import FrameError, FrameReader
 from openpi_accel.data.lerobot.index import Index
 from openpi_accel.data.lerobot.parquet import read_column
+from openpi_accel.data.video_torchcodec import choose_reader
 from openpi_accel.errors import UserError
 
 # Columns of every LeRobot dataset; one number per frame, declared with shape (1,).
@@ -29,11 +31,16 @@ _READERS = {version: reader for reader in (v2, v3) for version in reader.VERSION
 _NUMERIC = ("float", "int", "uint", "bool")
 
 
-def open_dataset(root: pathlib.Path) -> "LeRobotDataset":
+def open_dataset(root: pathlib.Path, video_decoder: VideoDecoderName = "auto") -> "LeRobotDataset":
     """Opens a dataset folder of format v2.0, v2.1 or v3.0. Reads the index; no images and no videos.
 
+    Args:
+        root: the folder.
+        video_decoder: `choose_reader`.
+
     Raises:
-        UserError: the folder is no dataset, of an unknown version, incomplete or damaged; names the file.
+        UserError: the folder is no dataset, of an unknown version, incomplete or damaged; names the file. Or the
+            decoder is not there.
     """
     root = pathlib.Path(root)
     info = read_info(root)
@@ -43,7 +50,7 @@ def open_dataset(root: pathlib.Path) -> "LeRobotDataset":
             f"{info.path} says codebase_version {info.version}; this version reads {', '.join(_READERS)}. Convert the "
             "dataset with lerobot's own converter, or update this program if the format is newer."
         )
-    return LeRobotDataset(root, reader.read_index(root, info))
+    return LeRobotDataset(root, reader.read_index(root, info), video_decoder)
 
 
 class LeRobotDataset:
@@ -61,7 +68,7 @@ class LeRobotDataset:
         episode_starts: (num_episodes + 1,) first row of each episode, then N.
     """
 
-    def __init__(self, root: pathlib.Path, index: Index) -> None:
+    def __init__(self, root: pathlib.Path, index: Index, video_decoder: VideoDecoderName = "auto") -> None:
         self.root = root
         self.version = index.info.version
         self.fps = index.info.fps
@@ -73,12 +80,12 @@ class LeRobotDataset:
         self.num_episodes = len(index.episode_ids)
         self.num_frames = int(index.episode_starts[-1])
         self._index = index
-        self._frames = FrameReader(root, index)
+        self._frames, self._video_decoder = FrameReader(root, index, choose_reader(video_decoder)), video_decoder
         self._lock = threading.Lock()
         self._columns: dict[str, np.ndarray] = {}
 
-    def __reduce__(self) -> tuple[Callable[[pathlib.Path], "LeRobotDataset"], tuple[pathlib.Path]]:
-        return open_dataset, (self.root,)  # another process opens its own files
+    def __reduce__(self) -> tuple[Callable[..., "LeRobotDataset"], tuple[pathlib.Path, VideoDecoderName]]:
+        return open_dataset, (self.root, self._video_decoder)  # another process opens its own files
 
     def close(self) -> None:
         """Closes open files and forgets what is cached; the dataset stays usable."""

@@ -9,7 +9,7 @@ from openpi_accel.data import now_reading
 from openpi_accel.data.images import decode_image
 from openpi_accel.data.lerobot.image_columns import ImageColumns
 from openpi_accel.data.lerobot.index import Index, starts
-from openpi_accel.data.video import FrameTable, VideoPool
+from openpi_accel.data.video import FrameTable, OpenReader, VideoPool, VideoReader
 from openpi_accel.errors import UserError
 
 
@@ -33,10 +33,10 @@ class FrameError(UserError):
 class FrameReader:
     """Reads frames of ascending rows. Safe to use from several threads."""
 
-    def __init__(self, root: pathlib.Path, index: Index) -> None:
+    def __init__(self, root: pathlib.Path, index: Index, open_video: OpenReader = VideoReader) -> None:
         self._root, self._index = root, index
         self._images = ImageColumns(root)
-        self._videos = VideoPool()
+        self._videos = VideoPool(open_reader=open_video)
         self._lock = threading.Lock()
         self._first_frames: dict[tuple[str, int], dict[int, int]] = {}
 
