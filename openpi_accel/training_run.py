@@ -263,7 +263,7 @@ def _compile(
                 num_microbatches=config.num_microbatches,
                 fsdp_devices=config.fsdp_devices,
                 num_devices=mesh.size,
-                further=_LESS_MEMORY,
+                further=(*_LESS_MEMORY, f"a setting that python scripts/plan.py {config.name} finds for this card"),
             )
         steps.append((batch, step))
     return steps[0][1] if len(steps) == 1 else StepByStructure(steps)

@@ -20,6 +20,8 @@ ATTENTION = "attention"
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 # (q B T N H, k B S K H, v B S K H, valid B S) -> B T N H
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (q, k, v, number of keys per sample or None for all) -> as q; a fused kernel
+FusedKernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 # Fewer queries than this go through plain products: a fused kernel is made for long rows.
 _FEW_QUERIES = 64
 
@@ -100,20 +102,19 @@ def _probs(rows: jax.Array, keys: jax.Array, valid: jax.Array) -> jax.Array:
     return jax.nn.softmax(jnp.where(valid[:, None, None], logits, MASKED_LOGIT), axis=-1).astype(rows.dtype)
 
 
-def _attend_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
-    """cuDNN's fused kernel. It is fast with a number of keys per sample, not with a mask, so the valid keys come first;
+def cudnn_kernel(q: jax.Array, k: jax.Array, v: jax.Array, num_keys: jax.Array | None) -> jax.Array:
+    """cuDNN's fused kernel; bfloat16 on an NVIDIA GPU only."""
+    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=num_keys, implementation="cudnn")
+
+
+def _attend_fused(kernel: FusedKernel, q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
+    """A fused kernel. cuDNN's is fast with a number of keys per sample, not with a mask, so the valid keys come first;
     their order does not matter, for positions have been rotated into them."""
     if q.shape[1] < _FEW_QUERIES:
         return _attend_xla(q, k, v, valid)
     order = jnp.argsort(~valid, axis=1, stable=True)
     num_keys = jnp.maximum(jnp.sum(valid, axis=1, dtype=jnp.int32), 1)
-    return jax.nn.dot_product_attention(
-        q,
-        _reordered(k, order, valid),
-        _reordered(v, order, valid),
-        key_value_seq_lengths=num_keys,
-        implementation="cudnn",
-    )
+    return kernel(q, _reordered(k, order, valid), _reordered(v, order, valid), num_keys)
 
 
 @jax.custom_vjp
@@ -143,9 +144,11 @@ def gemma_attention_xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
     return _blockwise(_attend_xla, q, k, v, mask)
 
 
-def gemma_attention_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> tuple[jax.Array, ...]:
-    """Blockwise, long blocks by cuDNN's fused kernel; bfloat16 on an NVIDIA GPU only."""
-    return _blockwise(_attend_cudnn, q, k, v, mask)
+def gemma_attention_cudnn(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, kernel: FusedKernel = cudnn_kernel
+) -> tuple[jax.Array, ...]:
+    """Blockwise, long blocks by the fused kernel (cuDNN's: bfloat16 on an NVIDIA GPU only)."""
+    return _blockwise(functools.partial(_attend_fused, kernel), q, k, v, mask)
 
 
 def siglip_attention_xla(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -153,6 +156,6 @@ def siglip_attention_xla(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return checkpoint_name(_recomputed_siglip(q, k, v), ATTENTION)
 
 
-def siglip_attention_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """cuDNN's fused kernel, its softmax in float32 inside; bfloat16 on an NVIDIA GPU only."""
-    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+def siglip_attention_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, kernel: FusedKernel = cudnn_kernel) -> jax.Array:
+    """The fused kernel, its softmax in float32 inside (cuDNN's: bfloat16 on an NVIDIA GPU only)."""
+    return kernel(q, k, v, None)

@@ -142,6 +142,7 @@ def build_training(
     acceleration: Acceleration,
     mesh: Mesh | AbstractMesh,
     min_num_elements: int = MIN_NUM_ELEMENTS,
+    chosen: Ops | None = None,
 ) -> Training:
     """The step and the state's shapes; computes nothing on a device but keys, and times attention where asked to.
 
@@ -150,6 +151,7 @@ def build_training(
         acceleration: what is switched on.
         mesh: the devices; on an abstract mesh the step cannot run, but the shapes and shardings are there.
         min_num_elements: smaller leaves are replicated.
+        chosen: the model's units, in place of those that `build_ops` chooses for these devices.
 
     Raises:
         UserError: the freeze filter does not fit the model, or a drop-in cannot run on these devices.
@@ -162,7 +164,7 @@ def build_training(
     tx: optax.GradientTransformation = make_optimizer(config.optimizer, schedule)
     abstract = abstract_state(make_params, tx, is_trainable, config.ema_decay, mesh, min_num_elements)
     train_rng, init_rng = jax.random.split(jax.random.key(config.seed))
-    ops, notes = build_ops(config, acceleration)
+    ops, notes = build_ops(config, acceleration) if chosen is None else (chosen, ())
     ops = sharded_ops(ops, mesh, min_num_elements)
     loss_fn, value_and_grad = build_loss(arch, ops, acceleration, config.num_microbatches)
     loss_fn = sharded_loss(loss_fn, mesh, min_num_elements)
