@@ -124,7 +124,9 @@ def _calls(body: list[str], bodies: Mapping[str, list[str]]) -> Iterator[tuple[s
 def _collective(line: str, match: re.Match[str], times: int, in_loop: bool) -> Collective:
     kind = match[2]
     results = [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(match[1])]
-    if match[3] and kind != "all-reduce":  # an asynchronous start also returns what it was given, before the results
+    # An asynchronous start also returns what it was given, before the results; that of a sum does so only where what it
+    # was given stands in parentheses of its own.
+    if match[3] and (kind != "all-reduce" or match[1].startswith("((")):
         results = [r for r in results if r != ("u32", ())]
         results = results[len(results) // 2 :]
     return Collective(

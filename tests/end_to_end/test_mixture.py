@@ -133,7 +133,7 @@ def test_what_a_part_lacks_is_told_with_its_name(arguments, tmp_path):
     content = json.loads(pathlib.Path(arguments[1].partition("=")[2]).read_text())
     for change, message in (
         ({"state_key": "pose"}, "part libero: .*no numeric column 'pose'"),
-        ({"asset_id": "me/none"}, "part libero: There are no normalisation statistics .*asset-id=me/none"),
+        ({"asset_id": "me/none"}, "(?s)part libero: There are no normalisation statistics .*asset-id=me/none"),
         ({"val_fraction": 0.9}, "part libero: .*none is left to train"),
     ):
         parts = [content["parts"][0], content["parts"][1] | change]

@@ -31,13 +31,14 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %loop = (s32[], f32[8,16]{1,0}) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"18"}}
   %rs-start = ((f32[8]{0}), f32[2]{0}) async-start(%a), calls=%async_computation
   %ar-start = (f32[8]{0}, /*index=1*/f32[]) all-reduce-start(%a, %s), channel_id=2, replica_groups=mesh['batch'=2,'fsdp'=4] {'batch','fsdp'}, to_apply=%add
+  %ar-start.2 = ((f32[4]{0}), f32[4]{0}) all-reduce-start(%c), channel_id=6, replica_groups=mesh['batch'=2,'fsdp'=1] {'batch'}, to_apply=%add
   %move = pred[8]{0} collective-permute(%a), channel_id=5, source_target_pairs={{0,1},{1,0}}
 }
 """  # noqa: E501
 
 
 def test_the_forms_of_gpu_programs() -> None:
-    gather, scatter, reduce, permute = read_collectives(GPU_TEXT)
+    gather, scatter, reduce, another, permute = read_collectives(GPU_TEXT)
     assert gather == Collective(
         kind="all-gather", results=(("bf16", (8,)), ("bf16", (4, 2))), group_size=2, in_loop=True, times=18
     )
@@ -46,6 +47,7 @@ def test_the_forms_of_gpu_programs() -> None:
     assert scatter.sent_bytes == 3 * 8
     assert (reduce.kind, reduce.group_size, reduce.result_bytes) == ("all-reduce", 8, 36)
     assert reduce.sent_bytes == 2 * 7 / 8 * 36
+    assert (another.kind, another.group_size, another.result_bytes) == ("all-reduce", 2, 16)
     assert (permute.kind, permute.sent_bytes) == ("collective-permute", 8)
 
 
