@@ -263,7 +263,8 @@ def test_the_script_on_the_demo(tmp_path: pathlib.Path) -> None:
     }
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **switches}
     options = ["--batch-size=4", "--num-workers=1", "--repeats=1", "--steps=2", "--measure-switches", "--json"]
-    options += ["--remat.gemma=dots", "--remat.siglip=dots", "--trace=trace"]
+    options += ["--remat.gemma=dots", "--remat.siglip=dots", "--trace=trace", "--model.vision-variant=tiny"]
+    options += ["--model.paligemma-variant=tiny", "--model.action-expert-variant=tiny_expert"]
     done = subprocess.run(
         [sys.executable, REPO / "scripts" / "profile.py", "pi05_demo", *options],
         env=env, cwd=tmp_path, capture_output=True, text=True, timeout=1800,
