@@ -65,7 +65,7 @@ def test_tuned_settings_are_found_once_and_trained_with(tmp_path: pathlib.Path, 
     assert_refused(launch("run_opt.sh", "pi05_demo", "--tuned", **env), "tuned/pi05_demo.json")
 
 
-@pytest.mark.parametrize(("limit", "reason"), [("0.001", "does not fit, by prediction"), ("0.17", "The step needs")])
+@pytest.mark.parametrize(("limit", "reason"), [("0.001", "does not fit, by prediction"), ("0.07", "The step needs")])
 def test_what_does_not_fit_is_refused(tmp_path: pathlib.Path, limit: str, reason: str) -> None:
     done = tune(tmp_path / "demo.json", "--memory-limit-gib", limit, "--budget-min", "20")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr

@@ -210,6 +210,9 @@ def settings(argv: Sequence[str], env: Mapping[str, str], repo: pathlib.Path) ->
     Raises:
         UserError: the file is missing or made for others.
     """
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python scripts/tuned_settings.py CONFIG [FILE]\n\nPrints what scripts/tune.py found.")
+        return 0 if argv else 2
     config, *named = argv
     path = pathlib.Path(named[0]) if named and named[0] else repo / "tuned" / f"{config}.json"
     tuned = tuned_file.read(path, config, tuned_file.look(run_command, env), code_hash(repo / "openpi_accel"))
