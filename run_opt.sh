@@ -13,6 +13,8 @@ Trains with every acceleration on. `bash run_opt.sh pi05_demo` needs no GPU, no 
 TEXT
     common_usage
     cat <<'TEXT'
+  --tuned [FILE]         (an option) settings that scripts/tune.py has found on this machine, in place of the usual
+                         ones; FILE is tuned/CONFIG.json where it is not given
   OPENPI_STRICT_EQUIV=1  leave out the XLA flags that may reorder arithmetic
   OPENPI_SKIP_VIDEO_DECODE, OPENPI_WORKER_CPU, OPENPI_SKIP_IMAGES,
   OPENPI_FLASH_ATTN, OPENPI_FLASH_IMPL, OPENPI_BATCH_CAMERAS, OPENPI_CAST_EARLY, OPENPI_UNROLL_LAYERS,
@@ -24,5 +26,6 @@ fi
 
 choose_config "$@"
 CUDA_SET=$(cuda_set)
+take_tuned
 acceleration
 launch opt "${ACCELERATED[@]}"

@@ -3,7 +3,8 @@
     python scripts/bench.py <config> [--steps N] [--trace DIR] [train options]
     python scripts/bench.py <config> --ablate [--cases A,B] [--results FILE] [train options]
 
-The first runs what the OPENPI_ switches say, as training does; --trace writes a profile and prints where the time goes.
+The first runs what the OPENPI_ switches say, as training does; --trace writes a profile and prints where the time goes;
+--memory-limit-gib refuses a step that needs more, before it runs.
 The second runs every acceleration alone and all without it, a process each, and appends a JSON line per case to FILE;
 called again with the same options it goes on with what is missing. --xla-flags is one more item to leave out or in.
 """
@@ -30,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trace")
+    parser.add_argument("--memory-limit-gib", type=float)
     parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--cases")
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("ablation.jsonl"))
@@ -43,7 +45,14 @@ def main() -> None:
     jax.config.update("jax_threefry_partitionable", True)
     from openpi_accel.tools.bench import HLO_FILE, TRACED_STEPS, measure
 
-    result = measure(config, Acceleration.from_env(os.environ), num_steps=max(1, own.steps), trace_dir=own.trace)
+    limit = None if own.memory_limit_gib is None else int(own.memory_limit_gib * 2**30)
+    result = measure(
+        config,
+        Acceleration.from_env(os.environ),
+        num_steps=max(1, own.steps),
+        trace_dir=own.trace,
+        memory_limit=limit,
+    )
     if own.trace is not None:
         folder = pathlib.Path(own.trace)
         rows = kernel_rows(folder)

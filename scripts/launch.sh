@@ -51,8 +51,40 @@ given() { # option name -> whether the user gave it
     return 1
 }
 
+take_tuned() { # takes --tuned [FILE] out of REST; sets TUNED to the file's settings, a line each, where it was given
+    local words=() file='' asked=''
+    TUNED=''
+    while ((${#REST[@]})); do
+        case ${REST[0]} in
+            --tuned=*) asked=1 file=${REST[0]#*=} ;;
+            --tuned)
+                asked=1
+                [[ ${REST[1]:--} != -* ]] && file=${REST[1]} && REST=("${REST[@]:1}")
+                ;;
+            *) words+=("${REST[0]}") ;;
+        esac
+        REST=("${REST[@]:1}")
+    done
+    REST=("${words[@]}")
+    [[ -n $asked ]] || return 0
+    ensure_python "${CUDA_SET:-cpu}"
+    TUNED=$("$PYTHON" "$REPO/scripts/tuned_settings.py" "$CONFIG" "$file") || exit 2
+}
+
 acceleration() { # sets ACCELERATED and the environment of the accelerations that exist; needs CONFIG and CUDA_SET
     ACCELERATED=()
+    local compute=() tuned_options=() setting name
+    if [[ -n ${TUNED:-} ]]; then
+        while IFS= read -r setting; do
+            case $setting in
+                [A-Z]*=*) compute+=("$setting") ;;
+                *) tuned_options+=("$setting") ;;
+            esac
+        done <<<"$TUNED"
+    fi
+    for setting in "${compute[@]}"; do # before the defaults; the user's own value is kept
+        [[ -v ${setting%%=*} ]] || export "${setting?}"
+    done
     export OPENPI_SKIP_VIDEO_DECODE="${OPENPI_SKIP_VIDEO_DECODE-1}"
     # The demo is small: starting eight workers, or processes for them, would take longer than it trains.
     if [[ $CONFIG == pi05_demo ]]; then
@@ -68,16 +100,19 @@ acceleration() { # sets ACCELERATED and the environment of the accelerations tha
         export OPENPI_SKIP_IMAGES="${OPENPI_SKIP_IMAGES-auto}"
         ACCELERATED+=(--model.max-token-len auto)
     fi
-    local compute=() setting name
-    if [[ -n $CUDA_SET ]]; then # on a CPU unrolled layers take longer to compile than they save
-        compute=(OPENPI_FLASH_ATTN=1 OPENPI_FLASH_IMPL=auto OPENPI_BATCH_CAMERAS=1 OPENPI_CAST_EARLY=1 OPENPI_UNROLL_LAYERS=1)
-        ACCELERATED+=(--remat.gemma dots --remat.siglip dots)
+    ACCELERATED+=("${tuned_options[@]}")
+    if [[ -n $CUDA_SET ]]; then
         # The next start of the same step takes seconds instead of a minute.
         export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR-$REPO/.cache/jax}"
+    fi
+    if [[ -n $CUDA_SET && -z ${TUNED:-} ]]; then # on a CPU unrolled layers take longer to compile than they save
+        compute=(OPENPI_FLASH_ATTN=1 OPENPI_FLASH_IMPL=auto OPENPI_BATCH_CAMERAS=1 OPENPI_CAST_EARLY=1 OPENPI_UNROLL_LAYERS=1)
+        ACCELERATED+=(--remat.gemma dots --remat.siglip dots)
     fi
     local shown="OPENPI_SKIP_VIDEO_DECODE=$OPENPI_SKIP_VIDEO_DECODE OPENPI_WORKER_CPU=$OPENPI_WORKER_CPU OPENPI_SKIP_IMAGES=$OPENPI_SKIP_IMAGES"
     for setting in "${compute[@]}"; do # the user's own value is kept
         name=${setting%%=*}
+        [[ $name == OPENPI_SKIP_IMAGES ]] && continue # shown already
         [[ -v $name ]] || export "${setting?}"
         shown+=" $name=${!name}"
     done

@@ -5,8 +5,15 @@ import sys
 
 import _entry
 
-from openpi_accel.tools.plan.command import main
+
+def main() -> int:
+    """Plans on the CPU: shapes alone are computed, and a GPU in use stays untouched."""
+    environment = dict(os.environ)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads it when it is imported
+    from openpi_accel.tools.plan.command import main
+
+    return main(sys.argv[1:], environment)
+
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"  # shapes alone; a GPU in use stays untouched
-    _entry.run(lambda: main(sys.argv[1:], os.environ))
+    _entry.run(main)

@@ -21,8 +21,8 @@ from openpi_accel.models.flops import sample_flops
 from openpi_accel.parallel.mesh import check_batch_size, make_mesh
 from openpi_accel.parallel.sharding import batch_sharding
 from openpi_accel.sizes import format_bytes
-from openpi_accel.train.loop import compile_ahead
-from openpi_accel.train.memory import peak_memory_gib
+from openpi_accel.train.loop import abstract_batch, compile_ahead
+from openpi_accel.train.memory import device_limit, peak_memory_gib, require_memory, step_memory
 from openpi_accel.types import Batch, Observation, TrainState
 
 # Dense bfloat16 rates of the vendors' datasheets, FLOP/s per device.
@@ -115,6 +115,7 @@ def measure(
     num_steps: int,
     num_warmup_steps: int = 3,
     trace_dir: str | None = None,
+    memory_limit: int | None = None,
 ) -> BenchResult:
     """Compiles the step of this config and times it.
 
@@ -124,9 +125,10 @@ def measure(
         num_steps: timed steps, at least 1.
         num_warmup_steps: untimed steps before them.
         trace_dir: write a profiler trace of two further steps there.
+        memory_limit: bytes that a device gives; None asks the device.
 
     Raises:
-        UserError: the prompt length is auto, or the batch does not divide over the devices.
+        UserError: the step does not fit the devices, the prompt length is auto, or the batch does not divide over them.
     """
     mesh = make_mesh(config.fsdp_devices)
     check_batch_size(config.batch_size, mesh.size, jax.process_count())
@@ -134,12 +136,9 @@ def measure(
     config = dataclasses.replace(config, weight_loader=WeightLoaderConfig())
     training = build_training(config, acceleration, mesh)
     host_batch = random_batch(config, acceleration.skip_images)
-    batch = jax.device_put(host_batch, batch_sharding(mesh))
-    state, _ = training.fresh_state()
-    state = shaken(state)
-
     start = time.perf_counter()
-    compiled = compile_ahead(training.step, mesh, training.abstract, batch, training.train_rng)
+    shapes = abstract_batch(host_batch, config.batch_size, mesh)
+    compiled = compile_ahead(training.step, mesh, training.abstract, shapes, training.train_rng)
     compile_s = time.perf_counter() - start
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -149,6 +148,19 @@ def measure(
         *training.notes,
         file=sys.stderr,
     )
+    need = step_memory(compiled)
+    assert need is not None
+    require_memory(
+        need,
+        device_limit(jax.local_devices()[0]) if memory_limit is None else memory_limit,
+        batch_size=config.batch_size,
+        num_microbatches=config.num_microbatches,
+        fsdp_devices=config.fsdp_devices,
+        num_devices=mesh.size,
+    )
+    batch = jax.device_put(host_batch, batch_sharding(mesh))
+    state, _ = training.fresh_state()
+    state = shaken(state)
     losses = []
     for index in range(num_warmup_steps + num_steps):
         if index == num_warmup_steps:

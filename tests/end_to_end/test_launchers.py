@@ -40,7 +40,7 @@ case "$1" in
     -c) exec {sys.executable} "$@" ;;
     --version) exec {sys.executable} "$@" ;;
     */missing_packages.py) [[ ! -e "$(dirname "$0")/broken" ]]; exit ;;
-    */check_nodes.py) exec {sys.executable} "$@" ;;
+    */check_nodes.py | */tuned_settings.py) exec {sys.executable} "$@" ;;
 esac
 exec {sys.executable} -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' "$@"
 """
