@@ -21,7 +21,7 @@ from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.resumed import changed_options, with_absolute_paths
 from openpi_accel.config.schema import TrainConfig
-from openpi_accel.config.serialize import CONFIG_FILE, to_json
+from openpi_accel.config.serialize import CONFIG_FILE, ENVIRONMENT_FILE, to_json
 from openpi_accel.errors import UserError
 from openpi_accel.models.freeze import format_counts
 from openpi_accel.models.weights import WeightsReport, base_weights_fingerprint
@@ -45,6 +45,7 @@ from openpi_accel.train.run_folder import (
     prepare_run_folder,
     replaced_folder,
     restore_replaced,
+    surroundings,
 )
 from openpi_accel.train.watch import LoopConfig
 from openpi_accel.train.watchdog import COMPILE
@@ -169,6 +170,7 @@ def _train(config: TrainConfig, acceleration: Acceleration, environment: Environ
             if main_process:
                 started = dataclasses.replace(with_absolute_paths(config), resume=False, overwrite=False)
                 _write_aside(folder / CONFIG_FILE, to_json(started))
+                _write_aside(folder / ENVIRONMENT_FILE, json.dumps(surroundings(acceleration), indent=2) + "\n")
             return _run(config, data, training, step, mesh, store, state, position, folder, guard)
         finally:
             store.close()

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(_ROOT))
+_SCRIPTS = pathlib.Path(__file__).resolve().parent
+# This folder last: its profile.py must not stand in for the standard library's module of that name.
+sys.path[:] = [str(_ROOT), *(path for path in sys.path if pathlib.Path(path).resolve() != _SCRIPTS), str(_SCRIPTS)]
 
 # jax stands for all packages; missing_packages.py lists each.
 if sys.version_info < (3, 12) or importlib.util.find_spec("jax") is None:

@@ -1,4 +1,4 @@
-"""The demo: python scripts/demo.py pi05_demo --exp-name=NAME [--options] [--with-control]."""
+"""The demo: python scripts/demo.py pi05_demo --exp-name=NAME [--options] [--with-control | --only-train]."""
 
 import os
 import sys

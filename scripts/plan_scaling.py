@@ -3,9 +3,10 @@
 import os
 import sys
 
-from openpi_accel.cli import run
+import _entry
+
 from openpi_accel.tools.scaling.command import main
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"  # shapes alone; a GPU in use stays untouched
-    run(lambda: main(sys.argv[1:]))
+    _entry.run(lambda: main(sys.argv[1:]))

@@ -5,7 +5,9 @@ The device count is set before JAX starts, so every test of the process sees the
 
 import os
 import pathlib
+import shutil
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,56 +46,55 @@ def can_make_two_nodes() -> bool:
         return False
 
 
-_NO_NAMESPACES = pytest.StashKey[int]()
-_DESELECTED = pytest.StashKey[int]()
+_DESELECTED = pytest.StashKey[dict[str, int]]()
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# Marker -> what its tests need, and whether that is there.
+_NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
+    "shared": ("../shared", SHARED.is_dir),
+    "namespaces": ("network namespaces", can_make_two_nodes),
+    "browser": ("a browser (chromium)", lambda: find_browser() is not None),
+}
+
+
+def find_browser() -> str | None:
+    """Chromium or Chrome on the PATH."""
+    return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what needs ../shared where that folder is absent; in CI its absence is an error. Deselects what needs
-    network namespaces where they cannot be made."""
-    needs_namespaces = [item for item in items if item.get_closest_marker("namespaces")]
-    config.stash[_NO_NAMESPACES] = 0
-    if needs_namespaces and not can_make_two_nodes():
-        config.stash[_NO_NAMESPACES] = len(needs_namespaces)
-        config.hook.pytest_deselected(items=needs_namespaces)
-        items[:] = [item for item in items if not item.get_closest_marker("namespaces")]
-    needs_shared = [item for item in items if item.get_closest_marker("shared")]
-    config.stash[_DESELECTED] = 0
-    if SHARED.is_dir() or not needs_shared:
-        return
-    if os.environ.get("CI", "").lower() in ("1", "true"):
-        raise pytest.UsageError(
-            f"CI is set, but ../shared is absent, so {len(needs_shared)} tests could not run. Lay the folder beside "
-            "the clone, or unset CI to run without them."
-        )
-    config.stash[_DESELECTED] = len(needs_shared)
-    config.hook.pytest_deselected(items=needs_shared)
-    items[:] = [item for item in items if not item.get_closest_marker("shared")]
+    """Deselects what needs something that is not there; in CI the absence of ../shared is an error."""
+    config.stash[_DESELECTED] = {}
+    for marker, (_, is_there) in _NEEDS.items():
+        wanting = [item for item in items if item.get_closest_marker(marker)]
+        if not wanting or is_there():
+            continue
+        if marker == "shared" and os.environ.get("CI", "").lower() in ("1", "true"):
+            raise pytest.UsageError(
+                f"CI is set, but ../shared is absent, so {len(wanting)} tests could not run. Lay the folder beside the "
+                "clone, or unset CI to run without them."
+            )
+        config.stash[_DESELECTED][marker] = len(wanting)
+        config.hook.pytest_deselected(items=wanting)
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """With several test processes (pytest-xdist) each collects all tests, so any one's count is the count."""
-    node.config.stash[_DESELECTED] = getattr(node, "workeroutput", {}).get("deselected", 0)
-    node.config.stash[_NO_NAMESPACES] = getattr(node, "workeroutput", {}).get("no_namespaces", 0)
+    node.config.stash[_DESELECTED] = getattr(node, "workeroutput", {}).get("deselected", {})
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hands the count on to the process that prints."""
+    """Hands the counts on to the process that prints."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["deselected"] = session.config.stash.get(_DESELECTED, 0)
-        session.config.workeroutput["no_namespaces"] = session.config.stash.get(_NO_NAMESPACES, 0)
+        session.config.workeroutput["deselected"] = session.config.stash.get(_DESELECTED, {})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says how many tests did not run for want of ../shared."""
-    count = config.stash.get(_DESELECTED, 0)
-    state = "absent" if not SHARED.is_dir() else "present"
-    terminalreporter.write_line(f"../shared is {state}: {count} tests deselected for want of it")
-    if count := config.stash.get(_NO_NAMESPACES, 0):
-        terminalreporter.write_line(
-            f"no network namespaces can be made here: {count} tests deselected for want of them"
-        )
+    """Says how many tests did not run, and for want of what."""
+    counts = config.stash.get(_DESELECTED, {})
+    for marker, (what, _) in _NEEDS.items():
+        terminalreporter.write_line(f"{counts.get(marker, 0)} tests deselected for want of {what}")
 
 
 @pytest.fixture(scope="session")

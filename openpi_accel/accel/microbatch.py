@@ -30,7 +30,7 @@ def accumulated(draw: Draw, num_microbatches: int) -> ValueAndGrad:
 
     def value_and_grad(f: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, Any]]:
         def run(params: Any, batch: Any, rng: jax.Array) -> tuple[jax.Array, Any]:
-            parts = jax.tree.map(lambda leaf: _split(leaf, num_microbatches), draw(batch, rng))
+            parts = jax.tree.map(lambda leaf: split_batch(leaf, num_microbatches), draw(batch, rng))
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
 
             def add(sums: tuple[jax.Array, Any], part: Any) -> tuple[tuple[jax.Array, Any], None]:
@@ -47,6 +47,6 @@ def accumulated(draw: Draw, num_microbatches: int) -> ValueAndGrad:
     return value_and_grad
 
 
-def _split(leaf: jax.Array, num: int) -> jax.Array:
+def split_batch(leaf: jax.Array, num: int) -> jax.Array:
     """B ... -> N B/N ...; every N-th sample, so that a batch split over devices stays spread over all of them."""
     return leaf.reshape(leaf.shape[0] // num, num, *leaf.shape[1:]).swapaxes(0, 1)

@@ -28,8 +28,8 @@ from openpi_accel.objective import LossFn, draw, make_loss_fn, mean_loss
 from openpi_accel.parallel.sharding import MIN_NUM_ELEMENTS
 from openpi_accel.train.optimizer import make_optimizer, make_schedule
 from openpi_accel.train.start import abstract_state, fresh_state
-from openpi_accel.train.step import IsTrainable, Step, ValueAndGrad, make_train_step
-from openpi_accel.types import TrainState
+from openpi_accel.train.step import IsTrainable, Step, ValueAndGrad, make_gradient, make_train_step
+from openpi_accel.types import Params, TrainState
 
 
 def build_ops(config: TrainConfig, acceleration: Acceleration) -> tuple[Ops, tuple[str, ...]]:
@@ -106,6 +106,10 @@ class Training:
         settings: what must stay the same on resume.
         train_rng: the run's key.
         notes: what was decided by measuring, a sentence each.
+        gradient: what of the step comes before the update: (params, batch, rng of the step) -> loss, gradient.
+        loss_fn: (params, batch, rng of the step) -> loss; with microbatches of what is drawn, see `build_loss`.
+        make_step: the step, its gradient taken in another way.
+        is_trainable: whether a path is trained.
     """
 
     step: Step
@@ -114,6 +118,10 @@ class Training:
     settings: Mapping[str, Any]
     train_rng: jax.Array
     notes: tuple[str, ...]
+    gradient: Callable[..., tuple[jax.Array, Params]]
+    loss_fn: LossFn
+    make_step: Callable[[ValueAndGrad], Step]
+    is_trainable: IsTrainable
     _fresh: Callable[..., TrainState]
     _params_path: str | None
 
@@ -160,8 +168,9 @@ def build_training(
     ops = sharded_ops(ops, mesh, min_num_elements)
     loss_fn, value_and_grad = build_loss(arch, ops, acceleration, config.num_microbatches)
     loss_fn = sharded_loss(loss_fn, mesh, min_num_elements)
+    make_step = functools.partial(make_train_step, loss_fn, tx, schedule, is_trainable, config.ema_decay)
     return Training(
-        step=make_train_step(loss_fn, tx, schedule, is_trainable, config.ema_decay, value_and_grad),
+        step=make_step(value_and_grad),
         abstract=abstract,
         counts=count_parameters(shapes, is_trainable),
         settings={
@@ -173,6 +182,10 @@ def build_training(
         },
         train_rng=train_rng,
         notes=notes,
+        gradient=make_gradient(loss_fn, is_trainable, value_and_grad),
+        loss_fn=loss_fn,
+        make_step=make_step,
+        is_trainable=is_trainable,
         _fresh=functools.partial(
             fresh_state, make_params, jax.random.split(init_rng)[1], abstract, tx, is_trainable, config.ema_decay
         ),

@@ -10,8 +10,9 @@ from typing import Any
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.errors import UserError
 
-# In the run's folder.
+# In the run's folder: the config, and what else its figures depend on (switches, JAX, devices).
 CONFIG_FILE = "config.json"
+ENVIRONMENT_FILE = "environment.json"
 
 
 def to_json(config: TrainConfig) -> str:

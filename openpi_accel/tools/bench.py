@@ -22,7 +22,7 @@ from openpi_accel.parallel.mesh import check_batch_size, make_mesh
 from openpi_accel.parallel.sharding import batch_sharding
 from openpi_accel.sizes import format_bytes
 from openpi_accel.train.loop import abstract_batch, compile_ahead
-from openpi_accel.train.memory import device_limit, require_memory, step_memory
+from openpi_accel.train.memory import device_limit, peak_memory_gib, require_memory, step_memory
 from openpi_accel.types import Batch, Observation, TrainState
 
 # Dense bfloat16 rates of the vendors' datasheets, FLOP/s per device.
@@ -180,7 +180,7 @@ def measure(
     return BenchResult(
         samples_per_s=config.batch_size / step_s,
         step_s=step_s,
-        peak_memory_gib=_peak_memory_gib(),
+        peak_memory_gib=peak_memory_gib().get("device_memory_peak_gib"),
         mfu=_mfu(config, len(host_batch.observation.images), step_s),
         compile_s=compile_s,
         temporaries_gib=temporaries_gib,
@@ -204,11 +204,6 @@ def measure(
             "jax": jax.__version__,
         },
     )
-
-
-def _peak_memory_gib() -> float | None:
-    stats = jax.local_devices()[0].memory_stats()
-    return None if not stats or "peak_bytes_in_use" not in stats else stats["peak_bytes_in_use"] / 2**30
 
 
 def _mfu(config: TrainConfig, num_cameras: int, step_s: float) -> float | None:

@@ -28,7 +28,7 @@ from openpi_accel.train.run_folder import committed_steps
 from openpi_accel.training_run import run_folder_of, train
 
 CONFIG_NAME = "pi05_demo"
-CONTROL = "--with-control"
+CONTROL, ONLY_TRAIN = "--with-control", "--only-train"
 TOKENIZER = pathlib.Path(__file__).resolve().parents[2] / "assets" / "demo" / "tokenizer.model"
 # The control's loss must exceed the policy's by this factor for "clearly below".
 CLEARLY = 1.15
@@ -39,7 +39,7 @@ _BATCH_SIZE = 16
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """`pi05_demo --exp-name=NAME [options of scripts/train.py] [--with-control]`.
+    """`pi05_demo --exp-name=NAME [options of scripts/train.py] [--with-control | --only-train]`.
 
     Returns:
         0; 1 where the policy does not beat the mean action, or not the control; the run's own code if it was stopped.
@@ -48,10 +48,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     start_s = time.monotonic()
     with_control = CONTROL in argv
     config = parse_train_config(
-        [arg for arg in argv if arg != CONTROL],
+        [arg for arg in argv if arg not in (CONTROL, ONLY_TRAIN)],
         prog="python scripts/demo.py",
         description=f"Writes a dataset, trains on it, evaluates. {CONTROL} trains a second model on shuffled pictures "
-        "and prompts, to compare.",
+        f"and prompts, to compare; {ONLY_TRAIN} leaves the evaluation out.",
     )
     if config.name != CONFIG_NAME:
         raise UserError(f"scripts/demo.py runs {CONFIG_NAME} alone. Train {config.name} with scripts/train.py.")
@@ -64,6 +64,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if result.exit_code:
         console.print(f"stopped by a signal; go on with: {resume_command(config, 'scripts/demo.py')}")
         return result.exit_code
+    if ONLY_TRAIN in argv:
+        return 0
     if finished:
         more = 2 * config.num_train_steps
         console.print(

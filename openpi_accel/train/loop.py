@@ -203,6 +203,7 @@ def run(
                     watch.validated(index, validation.loss, state)
                 if stopping:
                     watch.show_last()
+                    watch.show_summary()
                     break
             clock.begin(SAVE)
             store.wait()

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import resource
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -47,6 +49,16 @@ def device_limit(device: jax.Device) -> int | None:
     """Bytes of the device that JAX may use; None where nothing sets a limit (the CPU)."""
     stats = device.memory_stats()
     return None if stats is None else stats.get("bytes_limit")
+
+
+def peak_memory_gib() -> dict[str, float]:
+    """The highest use so far, as a row of the log has it: of one of this process's devices, where they tell, and of
+    this process's resident memory."""
+    rows = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stats["peak_bytes_in_use"] for stats in rows if "peak_bytes_in_use" in stats]
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage's own
+    host = {"host_memory_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    return host | ({"device_memory_peak_gib": max(peaks) / 2**30} if peaks else {})
 
 
 def require_memory(

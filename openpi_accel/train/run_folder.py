@@ -1,18 +1,21 @@
 """The folder of one run, <checkpoint-base-dir>/<config>/<exp_name>: may it be used, and what does it hold."""
 
+import dataclasses
 import pathlib
 import shutil
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
+from openpi_accel.config.flags import Acceleration
 from openpi_accel.errors import UserError
 
 # Where a step whose loss is not finite leaves the ids of its samples.
 NOT_FINITE = "not_finite_step_{step}.json"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 # What a run writes before its first step; metrics.jsonl is empty then.
-_OF_THE_START = {"config.json", "metrics.jsonl", "tensorboard", "first_batch.png"}
+_OF_THE_START = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "first_batch.png"}
 
 
 def committed_steps(folder: pathlib.Path) -> list[int]:
@@ -122,6 +125,17 @@ def reclaimable_bytes(folder: pathlib.Path, *, overwrite: bool) -> int:
     if overwrite:
         return _size_of(replaced_folder(folder))
     return sum(_size_of(entry) for entry in folder.glob(f"*{_TEMPORARY}*"))
+
+
+def surroundings(acceleration: Acceleration) -> dict[str, Any]:
+    """What a run's figures depend on beside its config, as environment.json holds it."""
+    return {
+        "acceleration": dataclasses.asdict(acceleration),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "num_devices": jax.device_count(),
+        "num_processes": jax.process_count(),
+    }
 
 
 def _size_of(folder: pathlib.Path) -> int:

@@ -38,6 +38,22 @@ def init_state(
     )
 
 
+def make_gradient(
+    loss_fn: LossFn, is_trainable: IsTrainable, value_and_grad: ValueAndGrad = jax.value_and_grad
+) -> Callable[[Params, Any, jax.Array], tuple[jax.Array, Params]]:
+    """(params, batch, rng of this step) -> loss, and its gradient over the trainable leaves."""
+
+    def gradient(params: Params, batch: Any, rng: jax.Array) -> tuple[jax.Array, Params]:
+        trainable, frozen = tree.split(params, is_trainable)
+
+        def loss_of(trainable: Params, batch: Any, rng: jax.Array) -> jax.Array:
+            return loss_fn(tree.merge(trainable, frozen), batch, rng)
+
+        return value_and_grad(loss_of)(trainable, batch, rng)
+
+    return gradient
+
+
 def make_train_step(
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
@@ -54,15 +70,12 @@ def make_train_step(
     Its metrics are float32 scalars: loss; grad_norm, the global norm over trainable leaves before clipping;
     param_norm, after the update (see `param_norm`); learning_rate, the one this update used.
     """
+    gradient = make_gradient(loss_fn, is_trainable, value_and_grad)
 
     def step(state: TrainState, batch: Any, train_rng: jax.Array) -> tuple[TrainState, Metrics]:
         rng = jax.random.fold_in(train_rng, state.step)
+        loss, grads = gradient(state.params, batch, rng)
         trainable, frozen = tree.split(state.params, is_trainable)
-
-        def loss_of(trainable: Params, batch: Any, rng: jax.Array) -> jax.Array:
-            return loss_fn(tree.merge(trainable, frozen), batch, rng)
-
-        loss, grads = value_and_grad(loss_of)(trainable, batch, rng)
         updates, opt_state = tx.update(grads, state.opt_state, trainable)
         params = tree.merge(optax.apply_updates(trainable, updates), frozen)
 

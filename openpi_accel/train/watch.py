@@ -14,9 +14,11 @@ import jax
 import numpy as np
 
 from openpi_accel.errors import UserError
+from openpi_accel.train.memory import peak_memory_gib
 from openpi_accel.train.metrics import MetricsWriter, hash_sample_ids
 from openpi_accel.train.progress import ProgressReport
 from openpi_accel.train.run_folder import NOT_FINITE
+from openpi_accel.train.run_times import RunTimes
 from openpi_accel.types import TrainState
 
 
@@ -43,6 +45,7 @@ class _Started:
     index: int
     values: dict[str, jax.Array]
     sample_ids: np.ndarray
+    wait_s: float
 
 
 class StepWatch:
@@ -61,13 +64,14 @@ class StepWatch:
         self._flight: deque[_Started] = deque()
         self._rows_of = rows_of
         self._values: dict[str, list[float]] = {name: list(v) for name, v in unlogged.items()}
+        self._times = RunTimes(config.batch_size)
         self.reset_timing()
 
     def started(self, index: int, values: dict[str, jax.Array], sample_ids: np.ndarray, wait_s: float) -> None:
         """Step `index` is on its way; reads the one before it."""
         for value in values.values():
             value.copy_to_host_async()
-        self._flight.append(_Started(index, values, sample_ids))
+        self._flight.append(_Started(index, values, sample_ids, wait_s))
         self._wait_s += wait_s
         while len(self._flight) > 1:
             self._read()
@@ -93,6 +97,7 @@ class StepWatch:
             raise self._not_finite(values)
         self._flight.popleft()
         self._last_read = started.index
+        self._times.step_done(started.wait_s)
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
         self._timed_steps += 1
@@ -109,6 +114,7 @@ class StepWatch:
             "samples_per_s": self._config.batch_size * self._timed_steps / elapsed_s,
             "step_s": elapsed_s / self._timed_steps,
             "data_wait_share": min(1.0, self._wait_s / elapsed_s),
+            **peak_memory_gib(),
             "sample_ids_hash": hash_sample_ids(started.sample_ids),
         }
         row["learning_rate"] = self._values["learning_rate"][-1]  # the schedule's value at this step, no mean
@@ -133,6 +139,12 @@ class StepWatch:
         if self._progress is not None and self._values:
             index, loss = self._last_read, self._values["loss"][-1]
             self._progress.say(f"step {index}/{self._config.num_train_steps} | loss {loss:.4f} (this step alone)")
+
+    def show_summary(self) -> None:
+        """Shows how fast this process's steps were."""
+        summary = self._times.summary()
+        if self._progress is not None and summary is not None:
+            self._progress.say(summary)
 
     def reset_timing(self) -> None:
         """Figures of speed count from here."""

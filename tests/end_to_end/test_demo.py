@@ -42,6 +42,13 @@ def test_it_runs_and_says_where_everything_is(runs):
     assert "statistics: wrote" in first.stdout
 
 
+def test_the_run_ends_with_how_fast_it_was(runs):
+    _, first, second = runs
+    for done, steps in ((first, 6), (second, 3)):
+        summary = next(line for line in done.stdout.splitlines() if line.startswith(f"{steps} steps: median "))
+        assert "samples/s" in summary and "waiting for data" in summary and "GiB of this process" in summary
+
+
 def test_resuming_continues_the_run(runs):
     folder, _, second = runs
     run = folder / "checkpoints" / "pi05_demo" / "short"
@@ -58,6 +65,12 @@ def test_resuming_continues_the_run(runs):
     assert (run / "8" / "params").is_dir() and (
         run / "8" / "assets" / "openpi_accel" / "demo" / "norm_stats.json"
     ).is_file()
+
+
+def test_it_says_where_it_ran(runs):
+    folder, _, _ = runs
+    told = json.loads((folder / "checkpoints" / "pi05_demo" / "short" / "environment.json").read_text())
+    assert told["acceleration"]["flash_attn"] is False and told["jax"] and told["num_devices"] == 1
 
 
 def test_held_out_episodes_were_not_trained_on(runs):

@@ -520,3 +520,32 @@ def test_starts_at_the_same_time_install_once(first_run):
         _, stderr = run.communicate(timeout=60)
         assert run.returncode == 0, stderr.decode()
     assert sum(line.startswith("pip ") for line in first_run.log.read_text().splitlines()) == 1
+
+
+def test_the_equivalence_is_runs_from_the_same_weights_and_a_comparison(stand_in: pathlib.Path, tmp_path: pathlib.Path):
+    def started(**env: str) -> list[tuple[list[str], dict[str, str]]]:
+        done = launch("run_equivalence.sh", str(tmp_path / "out"), OPENPI_PYTHON=str(stand_in), **env)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    # A switch of the caller's reaches no run.
+    (base, _), *runs, (comparison, _) = started(STEPS="7", OPENPI_CAST_EARLY="1", XLA_FLAGS="--xla_x=1")
+    folder = tmp_path / "out" / "pi05_demo"
+    weights = f"--weight-loader.params-path={folder / 'base' / '149' / 'params'}"
+    assert base[2] == "--exp-name=base" and "--num-train-steps=150" in base
+    assert not any(word.startswith(("--lr-schedule", "--weight-loader")) for word in base)
+    assert [argv[2] for argv, _ in runs] == ["--exp-name=off", "--exp-name=on", "--exp-name=control"]
+    switches = [{name for name in env if name.startswith("OPENPI_")} for _, env in runs]
+    assert switches == [set(), {*COMPUTE, "OPENPI_SKIP_IMAGES"}, set()]
+    for argv, env in runs:
+        assert {"--num-train-steps=7", "--only-train", "--lr-schedule.peak-lr=2.5e-5", weights} <= set(argv)
+        assert "XLA_FLAGS" not in env
+    own = [{word for word in argv if word.startswith(("--remat", "--num-microbatches"))} for argv, _ in runs]
+    assert own == [set(), {"--remat.gemma=dots", "--remat.siglip=dots"}, {"--num-microbatches=2"}]
+    assert comparison[1:5] == [str(folder / "off"), str(folder / "on"), "--control", str(folder / "control")]
+
+    own = started(SCHEDULE="demo")
+    assert len(own) == 4 and not any("lr-schedule" in word or "params" in word for argv, _ in own for word in argv)
+    assert_refused(
+        launch("run_equivalence.sh", OPENPI_PYTHON=str(stand_in), SCHEDULE="fast"), "neither finetune nor demo"
+    )

@@ -30,8 +30,8 @@ from tests.unit import toy
 
 
 def figures(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Rows without what depends on the clock."""
-    clock = ("samples_per_s", "step_s", "data_wait_share")
+    """Rows without what depends on the clock and on the process."""
+    clock = ("samples_per_s", "step_s", "data_wait_share", "host_memory_peak_gib")
     return [{k: v for k, v in row.items() if k not in clock} for row in read_rows(folder / "metrics.jsonl")]
 
 
@@ -60,6 +60,7 @@ def test_rows_are_means_since_the_last_log_and_hashes(tmp_path: pathlib.Path) ->
         assert row["sample_ids_hash"] == hash_sample_ids(np.arange(first, first + toy.BATCH))
     (*_, last) = read_rows(tmp_path / "means" / "metrics.jsonl")
     assert last["samples_per_s"] == pytest.approx(toy.BATCH / last["step_s"])
+    assert last["host_memory_peak_gib"] > 0.1
 
 
 def test_saves_at_the_interval_and_at_the_last_step(tmp_path: pathlib.Path) -> None:

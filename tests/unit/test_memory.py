@@ -1,14 +1,17 @@
 """A step that does not fit is refused before weights are loaded, with settings that would fit."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.mesh import make_mesh
 from openpi_accel.train import start
 from openpi_accel.train.loop import abstract_batch, compile_ahead
-from openpi_accel.train.memory import StepMemory, device_limit, require_memory, step_memory
+from openpi_accel.train.memory import StepMemory, device_limit, peak_memory_gib, require_memory, step_memory
 from openpi_accel.train.step import make_train_step
 from tests.unit import toy
 
@@ -73,3 +76,19 @@ def test_a_batch_of_any_dtype_keeps_it() -> None:
     mesh = make_mesh(1, jax.devices()[:1])
     batch = abstract_batch({"image": jnp.zeros((1, 2, 2, 3), jnp.uint8), "mask": None}, 6, mesh)
     assert batch["image"].shape == (6, 2, 2, 3) and batch["image"].dtype == jnp.uint8 and batch["mask"] is None
+
+
+def test_the_peak_of_this_process_is_its_resident_memory() -> None:
+    before = peak_memory_gib()
+    assert set(before) == {"host_memory_peak_gib"}  # the CPU's devices do not tell
+    held = np.ones(3 << 27, np.uint8)  # 384 MiB
+    now = resident_gib()
+    after = peak_memory_gib()["host_memory_peak_gib"]
+    assert held.any() and after >= 0.95 * now
+    assert before["host_memory_peak_gib"] <= after < 1000
+
+
+def resident_gib() -> float:
+    """What the kernel says now."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 2**20

@@ -51,6 +51,7 @@ def test_a_run_that_came_to_nothing_leaves_its_name_free(tmp_path: pathlib.Path)
     run = tmp_path / "run"
     prepare_run_folder(run, resume=False, overwrite=False)
     (run / "config.json").write_text("{}")
+    (run / "environment.json").write_text("{}")
     (run / "metrics.jsonl").touch()
     (run / "tensorboard").mkdir()
     discard_start(run)
