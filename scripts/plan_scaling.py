@@ -5,8 +5,14 @@ import sys
 
 import _entry
 
-from openpi_accel.tools.scaling.command import main
+
+def main() -> None:
+    """Predicts on the CPU: shapes alone are computed, and a GPU in use stays untouched."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads it when it is imported
+    from openpi_accel.tools.scaling.command import main
+
+    main(sys.argv[1:])
+
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"  # shapes alone; a GPU in use stays untouched
-    _entry.run(lambda: main(sys.argv[1:]))
+    _entry.run(main)
