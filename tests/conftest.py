@@ -53,6 +53,7 @@ _NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "shared": ("../shared", SHARED.is_dir),
     "namespaces": ("network namespaces", can_make_two_nodes),
     "browser": ("a browser (chromium)", lambda: find_browser() is not None),
+    "long": ("LONG_TESTS=1", lambda: os.environ.get("LONG_TESTS") == "1"),
 }
 
 

@@ -33,6 +33,7 @@ def tune(out: pathlib.Path, *extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=MINUTES_S)
 
 
+@pytest.mark.long
 def test_tuned_settings_are_found_once_and_trained_with(tmp_path: pathlib.Path, stand_in: pathlib.Path) -> None:
     out = tmp_path / "demo.json"
     done = tune(out, "--budget-min", "20")

@@ -147,8 +147,16 @@ def test_gradients_of_parameters_may_wait() -> None:
         (OPT, DOTS, 48, 2, 1, 125.6),
         (OPT, DOTS, 56, 2, 1, 126.1),
         (OPT, DOTS, 64, 2, 2, 122.9),
-        (OPT, RematConfig(gemma="dots"), 64, 1, 1, 109.4),
-        (dataclasses.replace(OPT, unroll_layers=False), RematConfig(gemma="dots"), 48, 1, 1, 101.6),
+        pytest.param(OPT, RematConfig(gemma="dots"), 64, 1, 1, 109.4, marks=pytest.mark.long),
+        pytest.param(
+            dataclasses.replace(OPT, unroll_layers=False),
+            RematConfig(gemma="dots"),
+            48,
+            1,
+            1,
+            101.6,
+            marks=pytest.mark.long,
+        ),
         (Acceleration(skip_images=("right_wrist_0_rgb",)), RematConfig(), 32, 1, 1, 65.8),
     ],
 )
@@ -162,6 +170,7 @@ def test_full_size_steps_are_predicted_within_5_per_cent(
     assert need.total / GIB == pytest.approx(seen_gib, rel=0.05)
 
 
+@pytest.mark.long
 def test_sharding_adapters_and_microbatches_save_memory() -> None:
     scanned = dataclasses.replace(OPT, unroll_layers=False)
     whole = footprint(same_trace(LIBERO), scanned)

@@ -252,6 +252,7 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         main(["pi05_demo", "--random"], {})
 
 
+@pytest.mark.long
 def test_the_script_on_the_demo(tmp_path: pathlib.Path) -> None:
     """Real data, a trace, and the effects of the two switches that are left off."""
     switches = {
