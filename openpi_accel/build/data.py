@@ -66,10 +66,8 @@ class Data:
             self.config,
             RowBatches(self.source, self.rows),
             SampleOrder(len(self.rows), self.config.seed),
-            num_workers=self.config.num_workers,
-            prefetch_batches=self.config.data.prefetch_batches,
+            **worker_options(self.config, self.worker_processes),
             start_sample=start_sample,
-            start_pool=ProcessPool if self.worker_processes else ThreadPool,
             describe=self.describe,
             skipped=skipped,
         )
@@ -142,6 +140,15 @@ def make_loader(
         skip_bad=config.data.on_corrupt == "skip",
         **options,
     )
+
+
+def worker_options(config: TrainConfig, processes: bool) -> dict[str, Any]:
+    """The workers of training, for `make_loader`."""
+    return {
+        "num_workers": config.num_workers,
+        "prefetch_batches": config.data.prefetch_batches,
+        "start_pool": ProcessPool if processes else ThreadPool,
+    }
 
 
 @dataclasses.dataclass(frozen=True)

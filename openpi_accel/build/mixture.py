@@ -10,14 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from openpi_accel.build.data import Data, RowBatches, build_data, make_loader, prompt_tokens
+from openpi_accel.build.data import Data, RowBatches, build_data, make_loader, prompt_tokens, worker_options
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.data.loader import BadSample, Loader
 from openpi_accel.data.mixture_file import MixturePart, read_mixture
 from openpi_accel.data.mixture_order import MixtureOrder
-from openpi_accel.data.worker_pool import ProcessPool, ThreadPool
 from openpi_accel.errors import UserError
 from openpi_accel.types import Batch
 
@@ -63,10 +62,8 @@ class Mixture:
             self.config,
             MixedBatches(batches, self.starts),
             self.order(),
-            num_workers=self.config.num_workers,
-            prefetch_batches=self.config.data.prefetch_batches,
+            **worker_options(self.config, self.worker_processes),
             start_sample=start_sample,
-            start_pool=ProcessPool if self.worker_processes else ThreadPool,
             describe=self.describe,
             skipped=skipped,
         )
@@ -135,7 +132,12 @@ class Mixture:
         }
 
     def _part_of(self, ids: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.starts, ids, side="right") - 1
+        return part_of(self.starts, ids)
+
+
+def part_of(starts: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The part of each sample id: (n,). `starts` as in `MixedBatches`."""
+    return np.searchsorted(starts, ids, side="right") - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +158,10 @@ class MixedBatches:
         Raises:
             BadSample: a frame cannot be read.
         """
-        part_of = np.searchsorted(self.starts, ids, side="right") - 1
+        parts = part_of(self.starts, ids)
         places, batches = [], []
-        for part in np.unique(part_of).tolist():
-            start, mine = int(self.starts[part]), np.flatnonzero(part_of == part)
+        for part in np.unique(parts).tolist():
+            start, mine = int(self.starts[part]), np.flatnonzero(parts == part)
             try:
                 batches.append(self.parts[part](ids[mine] - start))
             except BadSample as error:

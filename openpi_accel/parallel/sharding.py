@@ -58,9 +58,6 @@ def state_shardings(
     return jax.tree_util.tree_map_with_path(assign, shapes)
 
 
-param_shardings = state_shardings
-
-
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Axis 0 of every array of a batch, over all devices."""
     return NamedSharding(mesh, PartitionSpec((BATCH_AXIS, FSDP_AXIS)))

@@ -145,10 +145,6 @@ class CheckpointStore:
         except (OSError, ValueError) as error:  # TensorStore's errors are ValueErrors
             raise self._save_failed(error) from error
 
-    def is_complete(self, loop_index: int) -> bool:
-        """Whether that checkpoint is in place, whole; a look at the folder, which does not wait."""
-        return (self._folder / str(loop_index) / "params").is_dir()
-
     def problem(self) -> UserError | None:
         """Why this process could not write its part of a save; nothing is waited for."""
         return None if self._problem is None else self._save_failed(self._problem)

@@ -149,7 +149,7 @@ def run(
     def announce() -> None:
         """Tells once that the checkpoint which was being written is complete."""
         nonlocal saving
-        if progress is not None and saving is not None and store.is_complete(saving):
+        if progress is not None and saving is not None and store.timer.committed == saving:
             progress.say(f"saved {store.folder / str(saving)} (step {saving})")
             saving = None
 

@@ -1,6 +1,5 @@
 """The state a run begins with, born on its shards: no device and no host ever holds a full copy of a sharded tree."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -63,13 +62,9 @@ def fresh_state(
         loaded: leaves that replace the initialised ones, on the shards of abstract.params; they are donated.
     """
 
-    def build_params(loaded: Params, rng: jax.Array) -> Params:
+    def build(loaded: Params, rng: jax.Array) -> TrainState:
         replaced = tree.flatten(loaded)  # the initialisers of these are dead code and never run
-        return tree.unflatten(tree.flatten(init_params(rng)) | replaced)
+        flat = tree.flatten(init_params(rng)) | replaced
+        return init_state(tree.unflatten(flat), tx, is_trainable, ema_decay)
 
-    # In two programs, of which the second needs no room beside its results: they fill the gap that the initialisers'
-    # temporaries leave in the device's memory. The step wants what is free in one piece.
-    shardings = shardings_of(abstract)
-    params = jax.jit(build_params, out_shardings=shardings.params, donate_argnums=0)(loaded or {}, rng)
-    build_state = functools.partial(init_state, tx=tx, is_trainable=is_trainable, ema_decay=ema_decay)
-    return jax.jit(build_state, out_shardings=shardings, donate_argnums=0)(params)
+    return jax.jit(build, out_shardings=shardings_of(abstract), donate_argnums=0)(loaded or {}, rng)

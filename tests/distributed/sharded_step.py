@@ -16,8 +16,7 @@ from jax.experimental import multihost_utils
 from openpi_accel import tree
 from openpi_accel.build.training import build_training
 from openpi_accel.config.flags import Acceleration
-from openpi_accel.config.presets import get_preset
-from openpi_accel.config.schema import ModelConfig, RematConfig, RematPolicy, TrainConfig
+from openpi_accel.config.schema import RematConfig, RematPolicy
 from openpi_accel.parallel.distributed import initialize
 from openpi_accel.parallel.mesh import make_mesh
 from openpi_accel.parallel.sharding import batch_sharding
@@ -26,6 +25,7 @@ from openpi_accel.train.loop import compile_step
 from openpi_accel.train.start import shardings_of
 from openpi_accel.types import TrainState
 from tests.conftest import DATA
+from tests.tiny import tiny_config
 
 BATCH = 8
 # Every kernel of the tiny model is sharded, norms and biases are not: as at full size with the usual threshold.
@@ -58,20 +58,6 @@ class StepResult:
     abstract: TrainState
 
 
-def tiny_config(**options: Any) -> TrainConfig:
-    """pi05_libero with the goldens' sizes, in float32."""
-    model = ModelConfig(
-        paligemma_variant="tiny",
-        action_expert_variant="tiny_expert",
-        vision_variant="tiny",
-        vocab_size=512,
-        dtype="float32",
-        action_horizon=10,
-        max_token_len=8,
-    )
-    return dataclasses.replace(get_preset("pi05_libero"), model=model, batch_size=BATCH, **options)
-
-
 def golden_state(abstract: TrainState) -> TrainState:
     """The goldens' parameters (every leaf shaken, so no gradient is zero), with an optimizer that has done no step."""
     with np.load(DATA / "goldens" / "pi05_tiny.params.npz") as file:
@@ -96,7 +82,7 @@ def run_step(
     """One step, on all devices of all processes or on the first `num_devices`, with `switches` of Acceleration."""
     devices = jax.devices()[:num_devices]
     mesh = make_mesh(fsdp_devices, devices)
-    config = tiny_config(fsdp_devices=fsdp_devices, remat=RematConfig(gemma=remat, siglip=remat))
+    config = tiny_config(batch_size=BATCH, fsdp_devices=fsdp_devices, remat=RematConfig(gemma=remat, siglip=remat))
     acceleration = Acceleration(batch_cameras=True, skip_images=SKIPPED, **switches)  # type: ignore[arg-type]
     training = build_training(config, acceleration, mesh, MIN_NUM_ELEMENTS)
     state = golden_state(training.abstract)

@@ -21,8 +21,7 @@ from openpi_accel.accel.catalog import CATALOG, Entry, set_options, switched_on
 from openpi_accel.accel.microbatch import accumulated
 from openpi_accel.build.training import build_ops
 from openpi_accel.config.flags import Acceleration
-from openpi_accel.config.presets import get_preset
-from openpi_accel.config.schema import CAMERA_SLOTS, Architecture, ModelConfig, TrainConfig
+from openpi_accel.config.schema import CAMERA_SLOTS, Architecture, TrainConfig
 from openpi_accel.data.augment import to_float
 from openpi_accel.errors import UserError
 from openpi_accel.models.attention import gemma_attention, split_tokens
@@ -32,22 +31,11 @@ from openpi_accel.objective import draw, make_loss_fn, mean_loss
 from openpi_accel.train.optimizer import make_optimizer, make_schedule
 from openpi_accel.train.step import init_state, make_train_step
 from openpi_accel.types import Batch, Observation, Params
+from tests.tiny import tiny_config
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "data" / "goldens"
 NUM_LAYERS, HORIZON, BATCH = 2, 10, 2
-CONFIG = dataclasses.replace(
-    get_preset("pi05_libero"),
-    model=ModelConfig(
-        paligemma_variant="tiny",
-        action_expert_variant="tiny_expert",
-        vision_variant="tiny",
-        vocab_size=512,
-        dtype="float32",
-        action_horizon=HORIZON,
-        max_token_len=8,
-    ),
-    batch_size=BATCH,
-)
+CONFIG = tiny_config(action_horizon=HORIZON, batch_size=BATCH)
 # Compiling is most of the time; the arithmetic is float32 all the same.
 QUICK = {"xla_backend_optimization_level": 0}
 GPU_ALONE = ("attention_cudnn",)

@@ -19,8 +19,7 @@ from rich.console import Console
 from openpi_accel import tree
 from openpi_accel.build.training import build_training
 from openpi_accel.config.flags import Acceleration
-from openpi_accel.config.presets import get_preset
-from openpi_accel.config.schema import CameraKeys, ModelConfig, RematConfig, TrainConfig, WeightLoaderConfig
+from openpi_accel.config.schema import CameraKeys, RematConfig, TrainConfig, WeightLoaderConfig
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.mesh import make_mesh
 from openpi_accel.parallel.sharding import batch_sharding
@@ -34,22 +33,9 @@ from openpi_accel.tools.profile.stages import BACKWARD, FETCH, FORWARD_LOSS, OPT
 from openpi_accel.tools.profile.switches import Effect, missing_data_switches, missing_step_switches
 from openpi_accel.train.memory import step_memory
 from tests.conftest import REPO
+from tests.tiny import tiny_config
 
-CONFIG = dataclasses.replace(
-    get_preset("pi05_libero"),
-    model=ModelConfig(
-        paligemma_variant="tiny",
-        action_expert_variant="tiny_expert",
-        vision_variant="tiny",
-        vocab_size=512,
-        dtype="float32",
-        action_horizon=4,
-        max_token_len=8,
-    ),
-    weight_loader=WeightLoaderConfig(),
-    batch_size=2,
-    freeze="vision",
-)
+CONFIG = tiny_config(action_horizon=4, weight_loader=WeightLoaderConfig(), batch_size=2, freeze="vision")
 MEMORY = sizes.Memory(parameters=100, optimizer=200, average=100, batch=5, temporaries=None)
 TRAFFIC = sizes.Traffic(host_to_device=1000, state_read=70, state_written=60, collectives={"all-reduce": 8.0})
 
