@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from openpi_accel.parallel.sharding import MIN_NUM_ELEMENTS, batch_sharding, state_shardings
@@ -34,57 +33,6 @@ def _gather_bwd(sharding: NamedSharding, _: None, grad: jax.Array) -> tuple[jax.
 
 
 gather.defvjp(_gather_fwd, _gather_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def look_up(table: jax.Array, tokens: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Rows of an embedding table that lies as `sharding` says: (V D, B L int32) -> B L D.
-
-    Its gradient: the rows' gradients and their tokens go to every device, which adds up those of the rows that it
-    holds. Left to itself the compiler adds each device's own into a table of zeros and sums these tables, gigabytes of
-    them, over all devices.
-    """
-    return table[tokens]
-
-
-def _look_up_fwd(
-    table: jax.Array, tokens: jax.Array, sharding: NamedSharding
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return look_up(table, tokens, sharding), (table, tokens)
-
-
-def _look_up_bwd(
-    sharding: NamedSharding, residuals: tuple[jax.Array, jax.Array], grad: jax.Array
-) -> tuple[jax.Array, None]:
-    table, tokens = residuals
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    tokens, grad = jax.lax.with_sharding_constraint((tokens, grad), (everywhere, everywhere))
-    zeros = jax.lax.with_sharding_constraint(jnp.zeros(table.shape, table.dtype), sharding)
-    return jax.lax.with_sharding_constraint(zeros.at[tokens].add(grad), sharding), None
-
-
-look_up.defvjp(_look_up_fwd, _look_up_bwd)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardedLookUp:
-    """`look_up` in the place of models.ops.look_up.
-
-    Attributes:
-        mesh: the devices.
-        path: the table's in the parameter tree.
-        min_num_elements: as the state was sharded.
-    """
-
-    mesh: Mesh | AbstractMesh
-    path: str
-    min_num_elements: int = MIN_NUM_ELEMENTS
-
-    def __call__(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """The tokens' rows."""
-        root, _, name = self.path.rpartition("/")
-        placed = state_shardings({name: table}, self.mesh, root=f"{root}/", min_num_elements=self.min_num_elements)
-        return look_up(table, tokens, placed[name])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
