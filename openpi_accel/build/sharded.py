@@ -1,4 +1,4 @@
-"""A model and a loss on sharded parameters; the very same ones where nothing is sharded (one device, data parallel)."""
+"""A model and a loss on several devices; the very same ones on a single one."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from openpi_accel.models.ops import Ops
 from openpi_accel.models.stack import RunLayers
 from openpi_accel.objective import LossFn
-from openpi_accel.parallel.gather import GatheredLayers, gather
+from openpi_accel.parallel.gather import GatheredLayers, ShardedLookUp, gather
 from openpi_accel.parallel.mesh import FSDP_AXIS
 from openpi_accel.parallel.sharding import MIN_NUM_ELEMENTS, state_shardings
 from openpi_accel.types import Params
@@ -23,7 +23,11 @@ _STAYS_SHARDED = re.compile(rf"^({GEMMA_LAYERS}|{SIGLIP_LAYERS}|{TABLE})")
 
 
 def sharded_ops(ops: Ops, mesh: Mesh | AbstractMesh, min_num_elements: int = MIN_NUM_ELEMENTS) -> Ops:
-    """`ops` whose layers gather their own parameters."""
+    """`ops` for several devices: gradients of the table by rows, and layers that gather their own parameters."""
+    if mesh.size == 1:
+        return ops
+    table = ShardedLookUp(mesh=mesh, path=TABLE + "input_embedding", min_num_elements=min_num_elements)
+    ops = dataclasses.replace(ops, look_up=table)
     if mesh.shape[FSDP_AXIS] == 1:
         return ops
 

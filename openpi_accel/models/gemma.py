@@ -16,7 +16,7 @@ from openpi_accel.config.schema import Architecture, GemmaConfig
 from openpi_accel.models.attention import split_tokens
 from openpi_accel.models.layers import AdaRMSNorm, Einsum, FeedForward, RMSNorm, gated_residual, rope
 from openpi_accel.models.masks import AttentionMask
-from openpi_accel.models.ops import Ops
+from openpi_accel.models.ops import LookUp, Ops
 from openpi_accel.models.stack import stack_modules
 
 SUFFIXES = ("", "_1")
@@ -116,9 +116,9 @@ class Embedder(nnx.Module):
     def __init__(self, vocab_size: int, width: int, *, rngs: nnx.Rngs):
         self.input_embedding = nnx.Param(nnx.initializers.normal(0.01)(rngs.params(), (vocab_size, width), jnp.float32))
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, look_up: LookUp) -> jax.Array:
         """B L int32 -> B L D in the table's dtype: the row times sqrt(D)."""
-        rows = self.input_embedding[...][tokens]
+        rows = look_up(self.input_embedding[...], tokens)
         return rows * jnp.sqrt(rows.shape[-1]).astype(rows.dtype)
 
 
@@ -131,11 +131,11 @@ class Gemma(nnx.Module):
         self.final_norm = _norm(arch, 0, arch.paligemma.width, rngs)
         self.final_norm_1 = _norm(arch, 1, arch.action_expert.width, rngs)
         self.dtype = jnp.dtype(arch.dtype)
-        self.run_layers = ops.gemma_layers
+        self.run_layers, self.look_up = ops.gemma_layers, ops.look_up
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """B L int32 -> B L D in the compute dtype."""
-        return self.embedder(tokens).astype(self.dtype)
+        return self.embedder(tokens, self.look_up).astype(self.dtype)
 
     def __call__(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from openpi_accel.parallel.sharding import MIN_NUM_ELEMENTS, batch_sharding, state_shardings
@@ -33,6 +34,70 @@ def _gather_bwd(sharding: NamedSharding, _: None, grad: jax.Array) -> tuple[jax.
 
 
 gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(table: jax.Array, tokens: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Rows of an embedding table that lies as `sharding` says: (V D, B L int32) -> B L D.
+
+    Its gradient: the rows' gradients go to every device, which adds up those of the rows that it holds. Left to itself the
+    compiler adds each device's own into a table of zeros and sums these tables, gigabytes of them, over all devices.
+    """
+    return table[tokens]
+
+
+def _look_up_fwd(
+    table: jax.Array, tokens: jax.Array, sharding: NamedSharding
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return look_up(table, tokens, sharding), (table, tokens)
+
+
+def _look_up_bwd(
+    sharding: NamedSharding, residuals: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[jax.Array, None]:
+    table, tokens = residuals
+    tokens, grad = _to_all(tokens, grad, NamedSharding(sharding.mesh, PartitionSpec()))
+    zeros = jax.lax.with_sharding_constraint(jnp.zeros(table.shape, table.dtype), sharding)
+    return jax.lax.with_sharding_constraint(zeros.at[tokens].add(grad), sharding), None
+
+
+def _to_all(tokens: jax.Array, rows: jax.Array, everywhere: NamedSharding) -> tuple[jax.Array, jax.Array]:
+    """B L int32 and B L D on every device, each row in one message with its token.
+
+    Tokens sent by themselves depend on nothing: a device may wait for them while it waits in a loop's collective, and two
+    such devices for each other (seen on eight devices of one CPU, in the loop that draws the flow-matching times).
+    """
+    word = {2: jnp.uint16, 4: jnp.uint32}[rows.dtype.itemsize]  # as integers: bits that are no number must survive
+    width = rows.shape[-1]
+    names = jax.lax.bitcast_convert_type(tokens.astype(jnp.int32), word).reshape(*tokens.shape, -1)
+    message = jnp.concatenate([jax.lax.bitcast_convert_type(rows, word), names], axis=-1)
+    message = jax.lax.with_sharding_constraint(message, everywhere)
+    names = message[..., width:] if word == jnp.uint16 else message[..., width]
+    return jax.lax.bitcast_convert_type(names, jnp.int32), jax.lax.bitcast_convert_type(message[..., :width], rows.dtype)
+
+
+look_up.defvjp(_look_up_fwd, _look_up_bwd)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardedLookUp:
+    """`look_up` in the place of models.ops.look_up.
+
+    Attributes:
+        mesh: the devices.
+        path: the table's in the parameter tree.
+        min_num_elements: as the state was sharded.
+    """
+
+    mesh: Mesh | AbstractMesh
+    path: str
+    min_num_elements: int = MIN_NUM_ELEMENTS
+
+    def __call__(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """The tokens' rows."""
+        root, _, name = self.path.rpartition("/")
+        placed = state_shardings({name: table}, self.mesh, root=f"{root}/", min_num_elements=self.min_num_elements)
+        return look_up(table, tokens, placed[name])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from openpi_accel import tree
 from openpi_accel.build.sharded import GEMMA_LAYERS, SIGLIP_LAYERS, TABLE
-from openpi_accel.parallel.mesh import FSDP_AXIS
+from openpi_accel.parallel.mesh import BATCH_AXIS, FSDP_AXIS
 
 # Who takes part: the devices that share one copy of the parameters, one of each such group, or all.
 Group = Literal["fsdp", "batch", "all"]
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
-_FLOAT32 = 4
+_FLOAT32, _INT32 = 4, 4
 _STACKS = (GEMMA_LAYERS, SIGLIP_LAYERS)
 
 
@@ -42,8 +42,8 @@ def step_transfers(
 
     Args:
         params: shapes with shardings.
-        layer_itemsize: bytes of a number of layers' parameters when gathered and of their gradients: 2 where they are
-            cast to bfloat16 first, else 4. Everything else is float32.
+        layer_itemsize: bytes of a number of layers' parameters when gathered, of their gradients and of those of the
+            table's rows: 2 where they are cast to bfloat16 first, else 4. Everything else is float32.
         vision_passes: how often the vision tower runs: once for all cameras, or once for each.
         num_tokens: prompt tokens of all samples of a group, with padding.
     """
@@ -55,19 +55,20 @@ def step_transfers(
         total[1] += calls
 
     flat = tree.flatten(params)
-    fsdp = next(iter(flat.values())).sharding.mesh.shape[FSDP_AXIS]
+    mesh = next(iter(flat.values())).sharding.mesh
+    fsdp = mesh.shape[FSDP_AXIS]
     for path, leaf in flat.items():
         sharded = any(leaf.sharding.spec)
         stacked = path.startswith(_STACKS)
         passes = vision_passes if path.startswith("PaliGemma/img/") else 1
         itemsize = layer_itemsize if stacked and len(leaf.shape) > 2 else _FLOAT32
         num_bytes = math.prod(leaf.shape) * itemsize * passes
-        if path.startswith(TABLE) and sharded:
-            # Every device looks up what it has of all rows of its group; so comes their gradient.
-            rows = num_tokens * leaf.shape[-1] * _FLOAT32
-            add("all-reduce", "fsdp", rows, 1)
-            add("all-gather", "fsdp", rows, 1)
-            add("all-reduce", "batch", num_bytes / fsdp, 1)
+        if path.startswith(TABLE):
+            # Every device looks up what it has of all rows of its group. Gradients of rows go to all, with tokens.
+            if sharded:
+                add("all-reduce", "fsdp", num_tokens * leaf.shape[-1] * _FLOAT32, 1)
+            row = leaf.shape[-1] * layer_itemsize + _INT32
+            add("all-gather", "all", num_tokens * mesh.shape[BATCH_AXIS] * row, 1)
         elif sharded and not path.endswith("pos_embedding"):
             add("all-gather", "fsdp", num_bytes * (2 if stacked else 1 / passes))
             add("reduce-scatter", "fsdp", num_bytes)
@@ -81,7 +82,8 @@ def step_transfers(
     num_layers = depths[0] + depths[1] * vision_passes
     # Once per layer and once for what lies outside the layers; gathers in both directions.
     calls = {"all-gather": 2 * num_layers + 1, "reduce-scatter": num_layers + 1, "all-reduce": num_layers + 1}
+    calls_of_layers = {key: 0 if key == ("all-gather", "all") else calls[key[0]] for key in sums}
     return [
-        Transfer(kind=kind, group=group, num_bytes=num_bytes, num_calls=num + calls[kind])
+        Transfer(kind=kind, group=group, num_bytes=num_bytes, num_calls=num + calls_of_layers[kind, group])
         for (kind, group), (num_bytes, num) in sums.items()
     ]
