@@ -1,10 +1,11 @@
 """Times the training step on device-resident random data of the config's shapes; prints one JSON line.
 
-    python scripts/bench.py <config> [--steps N] [--trace DIR] [train options]
+    python scripts/bench.py <config> [--steps N] [--trace DIR] [--log FILE] [train options]
     python scripts/bench.py <config> --ablate [--cases A,B] [--results FILE] [train options]
 
 The first runs what the OPENPI_ switches say, as training does; --trace writes a profile and prints where the time goes;
---memory-limit-gib refuses a step that needs more, before it runs.
+--memory-limit-gib refuses a step that needs more, before it runs. --log writes loss and norms of every step, as
+training does to its metrics.jsonl: two of them are compared by scripts/compare_runs.py.
 The second runs every acceleration alone and all without it, a process each, and appends a JSON line per case to FILE;
 called again with the same options it goes on with what is missing. --xla-flags is one more item to leave out or in.
 """
@@ -31,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trace")
+    parser.add_argument("--log", type=pathlib.Path)
     parser.add_argument("--memory-limit-gib", type=float)
     parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--cases")
@@ -58,7 +60,11 @@ def main() -> None:
         rows = kernel_rows(folder)
         for kind, ms in time_by_kind(rows, gzip.decompress((folder / HLO_FILE).read_bytes()).decode()).items():
             print(f"{ms / TRACED_STEPS:9.1f} ms  {kind}", file=sys.stderr)
-    print(json.dumps(dataclasses.asdict(result)))
+    if own.log is not None:
+        own.log.parent.mkdir(parents=True, exist_ok=True)
+        own.log.write_text("".join(f"{json.dumps(row)}\n" for row in result.log))
+    line = {name: value for name, value in dataclasses.asdict(result).items() if name != "log"}
+    print(json.dumps(line))
     sys.stdout.flush()
 
 

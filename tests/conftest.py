@@ -1,4 +1,4 @@
-"""What all tests share: eight CPU devices, strict JAX, and the folder ../shared where it is there.
+"""What all tests share: eight CPU devices, strict JAX, compiled programs, and the folder ../shared where it is there.
 
 The device count is set before JAX starts, so every test of the process sees the same eight CPU devices.
 """
@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,17 @@ NUM_CPU_DEVICES = 8
 REPO = pathlib.Path(__file__).resolve().parents[1]
 SHARED = REPO.parent / "shared"
 DATA = REPO / "tests" / "data"
+_COMPILED_PREFIX = "openpi-tests-compiled-"
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # inherited by the processes that tests start
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
+# What one test has compiled, no other process of this run compiles again: the folder's name is handed on to them.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix=_COMPILED_PREFIX)
+COMPILED = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_compilation_cache_dir", str(COMPILED))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_threefry_partitionable", True)  # the random streams that upstream's numbers rest on
 jax.config.update("jax_numpy_rank_promotion", "raise")  # a missing axis must not broadcast by luck
 for name in [name for name in os.environ if name.startswith("OPENPI_")]:
@@ -86,9 +94,11 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hands the counts on to the process that prints."""
+    """Hands the counts on to the process that prints, which clears up."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["deselected"] = session.config.stash.get(_DESELECTED, {})
+    elif COMPILED.name.startswith(_COMPILED_PREFIX):
+        shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -40,8 +40,8 @@ gather.defvjp(_gather_fwd, _gather_bwd)
 def look_up(table: jax.Array, tokens: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Rows of an embedding table that lies as `sharding` says: (V D, B L int32) -> B L D.
 
-    Its gradient: the rows' gradients go to every device, which adds up those of the rows that it holds. Left to itself the
-    compiler adds each device's own into a table of zeros and sums these tables, gigabytes of them, over all devices.
+    Its gradient: the rows' gradients go to every device, which adds up those of the rows that it holds. Left to itself
+    the compiler adds each device's own into a table of zeros and sums these tables, gigabytes of them, over all of them.
     """
     return table[tokens]
 
@@ -64,8 +64,8 @@ def _look_up_bwd(
 def _to_all(tokens: jax.Array, rows: jax.Array, everywhere: NamedSharding) -> tuple[jax.Array, jax.Array]:
     """B L int32 and B L D on every device, each row in one message with its token.
 
-    Tokens sent by themselves depend on nothing: a device may wait for them while it waits in a loop's collective, and two
-    such devices for each other (seen on eight devices of one CPU, in the loop that draws the flow-matching times).
+    Tokens sent by themselves depend on nothing: a device may wait for them while it waits in a loop's collective, and
+    two such devices for each other (seen on eight devices of one CPU, in the loop that draws the flow-matching times).
     """
     word = {2: jnp.uint16, 4: jnp.uint32}[rows.dtype.itemsize]  # as integers: bits that are no number must survive
     width = rows.shape[-1]
@@ -73,7 +73,9 @@ def _to_all(tokens: jax.Array, rows: jax.Array, everywhere: NamedSharding) -> tu
     message = jnp.concatenate([jax.lax.bitcast_convert_type(rows, word), names], axis=-1)
     message = jax.lax.with_sharding_constraint(message, everywhere)
     names = message[..., width:] if word == jnp.uint16 else message[..., width]
-    return jax.lax.bitcast_convert_type(names, jnp.int32), jax.lax.bitcast_convert_type(message[..., :width], rows.dtype)
+    return jax.lax.bitcast_convert_type(names, jnp.int32), jax.lax.bitcast_convert_type(
+        message[..., :width], rows.dtype
+    )
 
 
 look_up.defvjp(_look_up_fwd, _look_up_bwd)

@@ -5,7 +5,7 @@ import gzip
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +45,7 @@ class BenchResult:
         compile_s: tracing and compiling the step.
         temporaries_gib: what the compiled step needs beside its arguments.
         losses: of the first and the last timed step.
+        log: step, loss, gradient norm, parameter norm and learning rate of every step, the untimed ones too.
         settings: what was run.
     """
 
@@ -55,6 +56,7 @@ class BenchResult:
     compile_s: float
     temporaries_gib: float
     losses: tuple[float, float]
+    log: Sequence[Mapping[str, float]]
     settings: Mapping[str, Any]
 
 
@@ -161,15 +163,16 @@ def measure(
     batch = jax.device_put(host_batch, batch_sharding(mesh))
     state, _ = training.fresh_state()
     state = shaken(state)
-    losses = []
+    log: list[Mapping[str, jax.Array]] = []
     for index in range(num_warmup_steps + num_steps):
         if index == num_warmup_steps:
             jax.block_until_ready(state)
             start = time.perf_counter()
         state, metrics = compiled(state, batch, training.train_rng)
-        losses.append(metrics["loss"])
+        log.append(metrics)
     jax.block_until_ready(state)
     step_s = (time.perf_counter() - start) / num_steps
+    rows = [{"step": i} | {name: float(value) for name, value in metrics.items()} for i, metrics in enumerate(log)]
     if trace_dir is not None:
         with jax.profiler.trace(trace_dir, create_perfetto_trace=True):
             for _ in range(TRACED_STEPS):
@@ -184,7 +187,8 @@ def measure(
         mfu=_mfu(config, len(host_batch.observation.images), step_s),
         compile_s=compile_s,
         temporaries_gib=temporaries_gib,
-        losses=(float(losses[num_warmup_steps]), float(losses[-1])),
+        losses=(rows[num_warmup_steps]["loss"], rows[-1]["loss"]),
+        log=rows,
         settings={
             "config": config.name,
             "batch_size": config.batch_size,

@@ -115,12 +115,13 @@ def goes_on(start: Start, folder: pathlib.Path, straight: pathlib.Path) -> None:
 
 
 def test_killed_while_the_other_is_in_a_collective(start: Start, begun: pathlib.Path, straight: pathlib.Path) -> None:
-    survivor, victim = start(begun, ALL, "--resume", own=("", "--hold data"))
+    # As in training, JAX's own watch takes so much longer that this process has left by itself before.
+    survivor, victim = start(begun, ALL, "--resume", "--heartbeat-timeout-s", "30", own=("", "--hold data"))
     wait_for(
         lambda: "it waits for rank 1: rank 1 is waiting for data, in step 8" in survivor.output, [survivor, victim]
     )
     victim.popen.kill()
-    assert end(survivor, victim) == [134, -signal.SIGKILL]
+    assert end(survivor, victim) == [134, -signal.SIGKILL], survivor.output
     message = "error: rank 1 ended without a word: nothing was heard for 4 s."
     assert message in survivor.output and "checkpoint 5 is complete" in survivor.output
     assert "Traceback" not in survivor.output and "Check failure" not in survivor.output

@@ -6,7 +6,6 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from openpi_accel.build.mixture import build_mixture
 from openpi_accel.config.command_line import parse_train_config
@@ -86,17 +85,6 @@ def test_worker_processes_make_the_same_batches(arguments):
             jax.tree.map(np.testing.assert_array_equal, one.batch, other.batch)
 
 
-@pytest.fixture
-def compiled_once(tmp_path):
-    """The three runs of a test compile the same programs."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.usefixtures("compiled_once")
 def test_trains_and_goes_on_as_if_it_had_not_stopped(arguments, capsys):
     assert jax.device_count() == NUM_CPU_DEVICES
     acceleration = Acceleration(skip_images=("auto",), skip_video_decode=True)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -10,7 +11,9 @@ from openpi_accel.accel.catalog import CATALOG
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.errors import UserError
 from openpi_accel.tools import ablate
+from openpi_accel.tools.compare.runs import read_run
 from openpi_accel.tools.trace_table import time_by_kind
+from tests.conftest import REPO
 
 # Stands in for scripts/bench.py: faster by 1 for each switch, and notes that it ran.
 BENCH = """
@@ -54,6 +57,17 @@ def test_it_goes_on_with_what_is_missing(tmp_path: pathlib.Path) -> None:
     assert "--remat.gemma dots" in ran.read_text().splitlines()[-1]
     assert [json.loads(line)["case"] for line in results.read_text().splitlines()] == [row["case"] for row in rows]
     assert "one_vision_pass" in ablate.format_row(rows[2]) and "1.10 x" in ablate.format_row(rows[2])
+
+
+def test_the_losses_of_a_benchmark_can_be_compared(tmp_path: pathlib.Path) -> None:
+    """What --log writes is a run's log to compare_runs.py."""
+    log = tmp_path / "off.jsonl"
+    script = str(REPO / "scripts" / "bench.py")
+    options = ["--model.max-token-len=8", "--batch-size=2", "--steps=1", f"--log={log}"]
+    done = subprocess.run([sys.executable, script, "pi05_demo", *options], capture_output=True, text=True, check=True)
+    result, run = json.loads(done.stdout), read_run(log)
+    assert run.steps == [0, 1, 2, 3] and run.series("loss")[1][3] == result["losses"][1]
+    assert {"grad_norm", "param_norm", "learning_rate"} <= set(run.rows[0]) and "log" not in result
 
 
 def test_an_unknown_case_is_named() -> None:
