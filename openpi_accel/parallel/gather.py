@@ -41,7 +41,7 @@ def look_up(table: jax.Array, tokens: jax.Array, sharding: NamedSharding) -> jax
     """Rows of an embedding table that lies as `sharding` says: (V D, B L int32) -> B L D.
 
     Its gradient: the rows' gradients go to every device, which adds up those of the rows that it holds. Left to itself
-    the compiler adds each device's own into a table of zeros and sums these tables, gigabytes of them, over all of them.
+    the compiler adds up a table of zeros on each device and sums these tables, gigabytes of them, over all of them.
     """
     return table[tokens]
 
