@@ -104,6 +104,8 @@ acceleration() { # sets ACCELERATED and the environment of the accelerations tha
     if [[ -n $CUDA_SET ]]; then
         # The next start of the same step takes seconds instead of a minute.
         export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR-$REPO/.cache/jax}"
+        # JAX takes three quarters of a card otherwise; the rest is for the CUDA context and NCCL's buffers.
+        export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION-0.95}"
     fi
     if [[ -n $CUDA_SET && -z ${TUNED:-} ]]; then # on a CPU unrolled layers take longer to compile than they save
         compute=(OPENPI_FLASH_ATTN=1 OPENPI_FLASH_IMPL=auto OPENPI_BATCH_CAMERAS=1 OPENPI_CAST_EARLY=1 OPENPI_UNROLL_LAYERS=1)
@@ -117,7 +119,7 @@ acceleration() { # sets ACCELERATED and the environment of the accelerations tha
         shown+=" $name=${!name}"
     done
     shown+=" ${ACCELERATED[*]}"
-    [[ -n $CUDA_SET ]] && shown+=" JAX_COMPILATION_CACHE_DIR=$JAX_COMPILATION_CACHE_DIR"
+    [[ -n $CUDA_SET ]] && shown+=" JAX_COMPILATION_CACHE_DIR=$JAX_COMPILATION_CACHE_DIR XLA_PYTHON_CLIENT_MEM_FRACTION=$XLA_PYTHON_CLIENT_MEM_FRACTION"
     if switch_is_on OPENPI_STRICT_EQUIV; then
         shown+="; XLA's defaults (OPENPI_STRICT_EQUIV)"
     elif [[ -n $CUDA_SET ]]; then

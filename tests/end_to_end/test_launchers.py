@@ -126,7 +126,7 @@ def test_opt_on_libero(stand_in, config):
     assert started.env["OPENPI_SKIP_IMAGES"] == "right_wrist_0_rgb" and started.env["OPENPI_SKIP_VIDEO_DECODE"] == "1"
     assert "XLA_FLAGS" not in started.env and "JAX_OPTIMIZATION_LEVEL" not in started.env  # no GPU answers here
     assert started.env["OPENPI_WORKER_CPU"] == "1"
-    assert not {*COMPUTE, "JAX_COMPILATION_CACHE_DIR"} & set(started.env)
+    assert not {*COMPUTE, "JAX_COMPILATION_CACHE_DIR", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(started.env)
 
 
 def test_opt_on_other_data_looks_at_the_data(stand_in):
@@ -235,8 +235,10 @@ def test_a_gpu_gets_the_flags_and_its_set(stand_in, tmp_path, driver, cuda):
     assert {name: started.env[name] for name in COMPUTE} == COMPUTE
     assert started.options[-5:-1] == ["--remat.gemma", "dots", "--remat.siglip", "dots"]
     assert started.env["JAX_COMPILATION_CACHE_DIR"] == str(REPO / ".cache" / "jax")
-    own = launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path, OPENPI_FLASH_IMPL="xla", OPENPI_CAST_EARLY="0")
-    assert {Started(own).env[name] for name in ("OPENPI_FLASH_IMPL", "OPENPI_CAST_EARLY")} == {"xla", "0"}
+    assert started.env["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.95"
+    chosen = {"OPENPI_FLASH_IMPL": "xla", "OPENPI_CAST_EARLY": "0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
+    own = Started(launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path, **chosen))
+    assert {name: own.env[name] for name in chosen} == chosen
 
     strict = Started(launch("run_opt.sh", OPENPI_PYTHON=str(stand_in), PATH=path, OPENPI_STRICT_EQUIV="1"))
     assert "XLA_FLAGS" not in strict.env and "JAX_OPTIMIZATION_LEVEL" not in strict.env
@@ -259,7 +261,7 @@ def test_the_readme_lists_what_opt_prints_in_its_order(stand_in, tmp_path):
     text = (REPO / "README.md").read_text().split("## Switches")[1].split("| otherwise")[0]
     rows = [row.split(" | ")[0] for row in text.splitlines() if row.startswith("| `")]
     listed = [name for row in rows for name in re.findall(r"`([A-Z_]+|--[a-z.-]+)", row)]
-    assert listed == printed and len(printed) == 15
+    assert listed == printed and len(printed) == 16
 
 
 def test_multinode_has_opts_settings(stand_in):
