@@ -111,7 +111,9 @@ def _train(config: TrainConfig, acceleration: Acceleration, environment: Environ
             require_files(config, environment, weights=resume_from is None)
         local = _with_local_weights(config, environment) if resume_from is None else config
         build = build_data if local.data.mixture is None else build_mixture
-        return build(local, acceleration, environment)
+        opened = build(local, acceleration, environment)
+        opened.loader().close()  # a batch that the data cannot fill shows here, and not after compiling
+        return opened
 
     data = together(find_and_open)
     config, meaning = data.config, _meaning(data)
