@@ -26,10 +26,10 @@ def opt_arguments(config_name: str) -> list[str]:
 
 
 def chosen_settings(
-    argv: Sequence[str], env: Mapping[str, str], *, plain: bool, prog: str, description: str
+    argv: Sequence[str], env: Mapping[str, str], *, plain: bool, prog: str, description: str, keep_auto: bool = False
 ) -> tuple[TrainConfig, Acceleration]:
     """The config of `argv` and the switches, as run_opt.sh (or, if `plain`, run_baseline.sh) would train them; what the
-    user gives wins. A prompt length that the data would decide becomes ASSUMED_PROMPT.
+    user gives wins. A prompt length that the data would decide becomes ASSUMED_PROMPT, unless `keep_auto`.
 
     Raises:
         UserError: no such config, or values that contradict each other.
@@ -38,6 +38,6 @@ def chosen_settings(
     words = [argv[0], *opt_arguments(argv[0]), *argv[1:]] if named else list(argv)
     config = parse_train_config(words, prog=prog, description=description)
     acceleration = Acceleration.from_env((opt_environment(config.name) if named else {}) | dict(env))
-    if not isinstance(config.model.max_token_len, int):
+    if not isinstance(config.model.max_token_len, int) and not keep_auto:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_token_len=ASSUMED_PROMPT))
     return config, acceleration

@@ -206,9 +206,15 @@ def test_the_loader_is_measured(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     )
     model = dataclasses.replace(preset.model, discrete_state_input=False)
     config = dataclasses.replace(preset, data=data, model=model, batch_size=4)
-    rates = loader.measure(config, {}, 2, 600)
+    data = loader.open_data(config, {})
+    assert data.config.model.max_token_len == 12  # auto
+    rates = loader.measure(data, 4, 2, 600)
     assert [(rate.num_workers, rate.prefetch_batches) for rate in rates[:2]] == [(1, 4), (2, 4)]
     assert len(rates) == 3 and rates[2].prefetch_batches == 8 and all(rate.samples_per_s > 0 for rate in rates)
+
+    short = dataclasses.replace(config, model=dataclasses.replace(model, max_token_len=4))
+    with pytest.raises(UserError, match="--model.max-token-len"):  # before anything is tried
+        loader.open_data(short, {})
 
 
 SMI = "0, GPU-a, NVIDIA H200, 580.1, 0, 143771, 0\n1, GPU-b, NVIDIA H200, 580.1, 0, 143771, 0\n"

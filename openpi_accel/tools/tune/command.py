@@ -54,9 +54,11 @@ def main(argv: Sequence[str], env: Mapping[str, str], repo: pathlib.Path) -> int
     started_s = time.monotonic()
     own, rest = _parse(argv)
     # The prompt length is a matter of data, not of speed: as the launcher has it, unless the user says otherwise.
-    config, _ = chosen_settings(rest, env, plain=False, prog=_PROG, description=__doc__ or "")
+    config, _ = chosen_settings(rest, env, plain=False, prog=_PROG, description=__doc__ or "", keep_auto=True)
+    data = None if config.data.path is None else loader.open_data(config, env)
+    length = (config if data is None else data.config).model.max_token_len
     plain, acceleration = chosen_settings(
-        [*rest[:1], "--model.max-token-len", str(config.model.max_token_len), *rest[1:]],
+        [*rest[:1], "--model.max-token-len", str(length), *rest[1:]],
         env,
         plain=True,
         prog=_PROG,
@@ -82,14 +84,13 @@ def main(argv: Sequence[str], env: Mapping[str, str], repo: pathlib.Path) -> int
         },
         file=out.with_suffix(".trials.jsonl"),
     )
-    has_data = plain.data.path is not None
     console = Console(stderr=True)
     search = Search(
         config=plain,
         bench=bench,
         fixed=fixed_fields(rest, env),
         limit=None if limit_gib is None else int(limit_gib * _GIB),
-        budget_s=own.budget_min * 60 - (_LOADER_S if has_data else 0),
+        budget_s=own.budget_min * 60 - (0 if data is None else _LOADER_S),
         say=lambda trial: console.print(_line(trial), highlight=False, soft_wrap=True),
     )
     trials = search.run(start_point(plain, acceleration, hardware.num_devices))
@@ -99,13 +100,12 @@ def main(argv: Sequence[str], env: Mapping[str, str], repo: pathlib.Path) -> int
         raise UserError(f"no setting ran: {reasons or 'there was no time'}. What fits: python scripts/plan.py.")
     found = _found(best, trials)
     arguments = best.point.arguments(hardware.num_devices)
-    if has_data:
-        words, found["loader"] = _tune_loader(
-            best.point.config(plain, hardware.num_devices), env, best, started_s + own.budget_min * 60
-        )
-        arguments += words
-    else:
+    if data is None:
         found["loader"] = "not measured: no --data.path"
+    else:
+        batch_size = best.point.batch_per_device * hardware.num_devices
+        words, found["loader"] = _tune_loader(data, batch_size, best, started_s + own.budget_min * 60)
+        arguments += words
     tuned_file.write(
         out,
         tuned_file.Tuned(
@@ -166,10 +166,10 @@ def _environment(
 
 
 def _tune_loader(
-    config: TrainConfig, env: Mapping[str, str], best: Trial, ends_s: float
+    data: loader.OpenedData, batch_size: int, best: Trial, ends_s: float
 ) -> tuple[list[str], dict[str, Any]]:
     """Options of the loader, and what was measured."""
-    rates = loader.measure(config, env, len(os.sched_getaffinity(0)), ends_s - time.monotonic())
+    rates = loader.measure(data, batch_size, len(os.sched_getaffinity(0)), ends_s - time.monotonic())
     needed = best.samples_per_s or 0.0
     chosen = loader.choose(rates, needed * _SPARE)
     verdict = f"{chosen.samples_per_s:.1f} samples/s with {chosen.num_workers} workers, the step takes {needed:.1f}"

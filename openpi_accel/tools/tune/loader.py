@@ -13,7 +13,10 @@ from openpi_accel.config.schema import TrainConfig
 from openpi_accel.data.loader import Loader
 from openpi_accel.data.norm_stats import NormStats, Statistics
 from openpi_accel.data.order import SampleOrder
+from openpi_accel.data.pipeline import BatchSource
 from openpi_accel.data.rows import training_rows
+from openpi_accel.data.stats_command import stats_command
+from openpi_accel.data.validation import validate_before_training, without_bad_rows
 from openpi_accel.data.worker_pool import ProcessPool
 
 _MEASURED_S = 4.0
@@ -30,51 +33,80 @@ class LoaderRate:
     samples_per_s: float
 
 
-def measure(config: TrainConfig, env: Mapping[str, str], num_cores: int, budget_s: float) -> list[LoaderRate]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenedData:
+    """The data of a run, looked through as training would.
+
+    Attributes:
+        config: the run's, its prompt length settled.
+        source: makes batches.
+        rows: those that training draws from.
+    """
+
+    config: TrainConfig
+    source: BatchSource
+    rows: np.ndarray
+
+
+def open_data(config: TrainConfig, env: Mapping[str, str]) -> OpenedData:
+    """Opens them before anything is measured: what training would refuse (a prompt that is too long) is refused here.
+
+    Args:
+        config: of the run.
+        env: tells where files are.
+
+    Raises:
+        UserError: no dataset, no tokenizer, or data that training would refuse. Statistics need not be there.
+    """
+    acceleration = Acceleration(skip_images=("auto",), skip_video_decode=True)
+    config, source = build_source(config, acceleration, Environment.from_env(env), norm_stats=_unit_stats)
+    rows = training_rows(source.dataset, config.data.episodes, config.data.keep_frames)
+    if config.data.on_corrupt == "skip":
+        rows, _ = without_bad_rows(source, rows)
+    validate_before_training(source, rows, command=stats_command(config, str(source.dataset.root)))
+    return OpenedData(config=config, source=source, rows=rows)
+
+
+def measure(data: OpenedData, batch_size: int, num_cores: int, budget_s: float) -> list[LoaderRate]:
     """The rates of growing numbers of workers, then of more batches kept ready by the best of them.
 
     Args:
-        config: of the run, its batch the one that was found.
-        env: tells where files are.
+        data: what is loaded.
+        batch_size: the one that was found.
         num_cores: that this process may use.
         budget_s: no further measurement is started after it.
-
-    Raises:
-        UserError: no dataset or no tokenizer.
     """
     ends_s = time.monotonic() + budget_s
-    acceleration = Acceleration(skip_images=("auto",), skip_video_decode=True)
-    source = build_source(config, acceleration, Environment.from_env(env), norm_stats=_unit_stats)[1]
-    rows = training_rows(source.dataset, config.data.episodes, config.data.keep_frames)
-    size = min(config.batch_size, len(rows))
+    source, rows, prefetch_batches = data.source, data.rows, data.config.data.prefetch_batches
+    size = min(batch_size, len(rows))
 
-    def rate(num_workers: int, prefetch_batches: int) -> LoaderRate:
+    def rate(num_workers: int, ahead: int) -> LoaderRate:
         order = SampleOrder(len(rows), 0)
         with Loader(
             RowBatches(source, rows),
             order,
             size,
             num_workers=num_workers,
-            prefetch_batches=prefetch_batches,
+            prefetch_batches=ahead,
             start_pool=ProcessPool,
         ) as loader:
-            for _ in range(max(num_workers, prefetch_batches) + 1):  # until all have started, and nothing lies ready
+            for _ in range(max(num_workers, ahead) + 1):  # until all have started, and nothing lies ready
                 next(loader)
             started_s, count = time.perf_counter(), 0
             while count < 2 * num_workers or time.perf_counter() - started_s < _MEASURED_S:
                 next(loader)
                 count += 1
             per_s = count * size / (time.perf_counter() - started_s)
-        return LoaderRate(num_workers=num_workers, prefetch_batches=prefetch_batches, samples_per_s=per_s)
+        return LoaderRate(num_workers=num_workers, prefetch_batches=ahead, samples_per_s=per_s)
 
     rates: list[LoaderRate] = []
     for num_workers in _numbers(num_cores):
         if rates and time.monotonic() > ends_s:
             break
-        rates.append(rate(num_workers, config.data.prefetch_batches))
+        rates.append(rate(num_workers, prefetch_batches))
     best = choose(rates)
     if time.monotonic() < ends_s:
-        rates.append(rate(best.num_workers, 2 * max(best.num_workers, config.data.prefetch_batches)))
+        rates.append(rate(best.num_workers, 2 * max(best.num_workers, prefetch_batches)))
     return rates
 
 
