@@ -88,7 +88,7 @@ def open_shared(
         return dataset
     states = file_states(root, dataset.index.data_files)
     columns = {} if mapped is None else dict(mapped.columns)
-    columns |= {key: dataset.column(key, track) for key in wanted}
+    columns |= {key: dataset.column(key, track) for key in wanted if key not in columns}
     num_bytes = sum(values.nbytes for values in columns.values())
     small = len(states) < cache.min_files and num_bytes < cache.min_bytes
     if small or not all(can_hold(values) for values in columns.values()):

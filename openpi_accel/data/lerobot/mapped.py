@@ -133,7 +133,7 @@ def read_mapped(path: pathlib.Path, root: pathlib.Path, info: Info, *, check: bo
                 raise Damaged("its checksum is another")
             index = _index_from_json(root, info, content["index"])
             return Mapped(path=path, index=index, columns=columns, data_files=content["data_files"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise Damaged(str(error) or type(error).__name__) from error
