@@ -276,38 +276,41 @@ def test_the_files_used_last_are_kept(tmp_path: pathlib.Path) -> None:
     assert sorted(names) == sorted([".new.tmp", *(f"{number:02d}.arrow" for number in range(5, 12)), file.name])
 
 
+_BUILDER = """
+import pathlib, sys
+from openpi_accel.data.lerobot.machine_cache import MachineCache, open_shared
+
+root, cache = map(pathlib.Path, sys.argv[1:3])
+print("ready", flush=True)
+for line in sys.stdin:
+    said = []
+    limits = MachineCache(folder=cache / line.strip(), min_files=0)
+    found = open_shared(root, lambda dataset: sys.argv[3:], limits, say=said.append)
+    whole = (found.column("action")[:, 0] == range(800)).all() and "one copy" in found.memory
+    print(whole and not said, flush=True)
+"""
+
+
 def test_two_builders_at_once(tmp_path: pathlib.Path) -> None:
-    root, cache = write_dataset(tmp_path / "d", lengths=[40] * 20), tmp_path / "c"
-    code = (
-        "import pathlib, sys\n"
-        "from openpi_accel.data.lerobot.machine_cache import MachineCache, open_shared\n"
-        "root, cache = map(pathlib.Path, sys.argv[1:3])\n"
-        "print('ready', flush=True); sys.stdin.readline()\n"
-        "for _ in range(20):\n"
-        "    for file in cache.rglob('*.arrow'): file.unlink(missing_ok=True)\n"
-        "    said = []\n"
-        "    found = open_shared(root, lambda dataset: sys.argv[3:], MachineCache(folder=cache, min_files=0), "
-        "say=said.append)\n"
-        "    assert not said and (found.column('action')[:, 0] == range(800)).all() and 'one copy' in found.memory\n"
-    )
-    start = [sys.executable, "-c", code, str(root), str(cache), *COLUMNS]
-    pipe = subprocess.PIPE
-    builders = [subprocess.Popen(start, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=REPO) for _ in range(2)]
+    root, cache, pipe = write_dataset(tmp_path / "d", lengths=[40] * 20), tmp_path / "c", subprocess.PIPE
+    start = [sys.executable, "-c", _BUILDER, str(root), str(cache), *COLUMNS]
+    builders = [subprocess.Popen(start, stdin=pipe, stdout=pipe, text=True, cwd=REPO) for _ in range(2)]
+    answers = [builder.stdout for builder in builders if builder.stdout is not None]
+    orders = [builder.stdin for builder in builders if builder.stdin is not None]
     try:
-        for builder in builders:
-            assert builder.stdout is not None and builder.stdout.readline() == "ready\n"
-        for builder in builders:
-            assert builder.stdin is not None
-            builder.stdin.write("\n")
-            builder.stdin.flush()
-        for builder in builders:
-            assert builder.wait(timeout=60) == 0, builder.stderr and builder.stderr.read()
+        assert [answer.readline() for answer in answers] == ["ready\n"] * 2
+        for number in range(20):
+            for order in orders:
+                order.write(f"{number}\n")
+                order.flush()
+            assert [answer.readline() for answer in answers] == ["True\n"] * 2
     finally:
         for builder in builders:
             builder.kill()
             builder.communicate()
-    assert len(kept(cache)) == 1
-    assert opened(root, cache)[1] == []
+    assert len(kept(cache)) == 20  # one each, and nothing beside
+    assert len({file.read_bytes() for file in kept(cache)}) == 1
+    assert opened(root, cache / "0")[1] == []
 
 
 def test_workers_map_the_file_that_the_trainer_maps(tmp_path: pathlib.Path) -> None:

@@ -104,6 +104,8 @@ def open_shared(
             "process reads its own: OPENPI_CACHE_HOME names another folder."
         )
         return dataset
+    if mapped is None:  # somebody has emptied the folder in this moment
+        return dataset
     _remove_old(path.parent, keep=path)
     return open_dataset(root, video_decoder, mapped=mapped)
 
