@@ -29,7 +29,7 @@ SCHEDULE=${SCHEDULE:-finetune}
 [[ $SCHEDULE == finetune || $SCHEDULE == demo ]] || fail "SCHEDULE=$SCHEDULE is neither finetune nor demo."
 ensure_python cpu
 export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"
-mapfile -t switches < <(compgen -e | grep '^OPENPI_' | grep -v '^OPENPI_DATA_HOME$' || true)
+mapfile -t switches < <(compgen -e | grep '^OPENPI_' | grep -Ev '^OPENPI_(CACHE|DATA)_HOME$' || true)
 unset XLA_FLAGS JAX_OPTIMIZATION_LEVEL "${switches[@]}"
 
 train() { # experiment name, steps, then options; variables come from the caller

@@ -352,6 +352,7 @@ def _describe_dataset(data: Data, say: Callable[..., None]) -> None:
         f"dataset: {dataset.root} (LeRobot {dataset.version}, {dataset.num_episodes} episodes, "
         f"{report.num_frames} frames in use, {dataset.fps:g} fps)"
     )
+    say(f"  {dataset.memory}")
     if len(data.val_rows):
         held_out = len(np.unique(dataset.episode_of(data.val_rows)))
         say(f"  {held_out} episodes ({len(data.val_rows)} frames) are held out for the validation loss")

@@ -11,13 +11,15 @@ import jax
 import numpy as np
 
 from openpi_accel.build.files import FileOptions, require_files
+from openpi_accel.build.reading import ReadingBar
 from openpi_accel.config.environment import Environment
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.config.schema import TrainConfig
 from openpi_accel.data.lerobot.baseline import BaselineReader
-from openpi_accel.data.lerobot.dataset import LeRobotDataset, open_dataset
+from openpi_accel.data.lerobot.dataset import LeRobotDataset
 from openpi_accel.data.lerobot.frames import FrameError
 from openpi_accel.data.lerobot.locate import find_dataset
+from openpi_accel.data.lerobot.machine_cache import MachineCache, open_shared
 from openpi_accel.data.loader import BadSample, Loader
 from openpi_accel.data.mapping import DataMapping, resolve_mapping
 from openpi_accel.data.norm_stats import NormStats, load_norm_stats, norm_stats_path
@@ -176,6 +178,11 @@ class RowBatches:
             raise BadSample(int(ids[np.flatnonzero(rows == error.row)[0]]), str(error)) from error
 
 
+def _columns(mapping: DataMapping) -> tuple[str, ...]:
+    """The columns that batches and the check before training read."""
+    return mapping.state_key, mapping.action_key, "task_index"
+
+
 def _open(
     config: TrainConfig, environment: Environment
 ) -> tuple[LeRobotDataset, DataMapping, Callable[..., PromptTokenizer]]:
@@ -185,7 +192,16 @@ def _open(
             f"One dataset at a time here, and {config.data.mixture} names several: give --data.path of one instead of "
             "--data.mixture."
         )
-    dataset = open_dataset(find_dataset(config.data.repo_id, config.data.path, environment), config.data.video_decoder)
+    root = find_dataset(config.data.repo_id, config.data.path, environment)
+    with ReadingBar(quiet=jax.process_index() != 0) as bar:
+        dataset = open_shared(
+            root,
+            lambda opened: _columns(resolve_mapping(config.data, opened)),
+            MachineCache(folder=environment.openpi_cache_home / "columns"),
+            config.data.video_decoder,
+            track=bar.track,
+            say=bar.say,
+        )
     tokenizer = functools.partial(
         PromptTokenizer,
         find_tokenizer(config.data.tokenizer_path, environment),

@@ -9,7 +9,7 @@ from openpi_accel.config.schema import CAMERA_SLOTS
 from openpi_accel.errors import UserError
 
 # OPENPI_ names that are no acceleration: read elsewhere (environment.py, the launchers).
-OTHER_NAMES = ("OPENPI_DATA_HOME", "OPENPI_DOCTOR", "OPENPI_PYTHON", "OPENPI_STRICT_EQUIV")
+OTHER_NAMES = ("OPENPI_CACHE_HOME", "OPENPI_DATA_HOME", "OPENPI_DOCTOR", "OPENPI_PYTHON", "OPENPI_STRICT_EQUIV")
 FlashImpl = Literal["xla", "cudnn", "auto"]
 _SWITCHES = {
     "OPENPI_SKIP_VIDEO_DECODE": "skip_video_decode",

@@ -92,10 +92,14 @@ def test_switches_are_strict_and_off_by_default():
     assert Acceleration.from_env({"OPENPI_FLASH_ATTN": "1", "OPENPI_FLASH_IMPL": "cudnn"}).flash_impl == "cudnn"
     with pytest.raises(UserError, match="OPENPI_FLASH_IMPL"):
         Acceleration.from_env({"OPENPI_FLASH_IMPL": "triton"})
-    assert Acceleration.from_env({"OPENPI_DATA_HOME": "/x", "OPENPI_PYTHON": "python3"}) == Acceleration()
+    assert (
+        Acceleration.from_env({"OPENPI_DATA_HOME": "/x", "OPENPI_CACHE_HOME": "/y", "OPENPI_PYTHON": "python3"})
+        == Acceleration()
+    )
 
 
 def test_folders_follow_the_variables_of_the_libraries():
-    env = Environment.from_env({"HOME": "/h", "HF_HOME": "/hf", "OPENPI_DATA_HOME": "/o"})
-    assert [str(folder) for folder in dataclasses.astuple(env)] == ["/o", "/hf/lerobot", "/hf/hub"]
+    env = Environment.from_env({"HOME": "/h", "HF_HOME": "/hf", "OPENPI_DATA_HOME": "/o", "OPENPI_CACHE_HOME": "/c"})
+    assert [str(folder) for folder in dataclasses.astuple(env)] == ["/o", "/hf/lerobot", "/hf/hub", "/c"]
+    assert str(Environment.from_env({"HOME": "/h"}).openpi_cache_home) == "/h/.cache/openpi_accel"
     assert str(Environment.from_env({"HOME": "/h"}).openpi_data_home) == "/h/.cache/openpi"

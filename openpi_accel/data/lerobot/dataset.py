@@ -4,6 +4,7 @@ Letters: N frames of the dataset, B rows asked for, A action horizon, D values p
 Rows are numbered 0..N-1 through the data files, which is lerobot's own numbering.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,10 +20,12 @@ from openpi_accel.data.images import image_format
 from openpi_accel.data.lerobot import v2, v3
 from openpi_accel.data.lerobot.features import Camera, Feature, read_info
 from openpi_accel.data.lerobot.frames import FrameError, FrameReader
-from openpi_accel.data.lerobot.index import Index
+from openpi_accel.data.lerobot.index import Index, Track, untracked
+from openpi_accel.data.lerobot.mapped import Damaged, Mapped, read_mapped
 from openpi_accel.data.lerobot.parquet import read_column
 from openpi_accel.data.video_torchcodec import choose_reader
 from openpi_accel.errors import UserError
+from openpi_accel.sizes import format_bytes
 
 # Columns of every LeRobot dataset; one number per frame, declared with shape (1,).
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
@@ -31,12 +34,20 @@ _READERS = {version: reader for reader in (v2, v3) for version in reader.VERSION
 _NUMERIC = ("float", "int", "uint", "bool")
 
 
-def open_dataset(root: pathlib.Path, video_decoder: VideoDecoderName = "auto") -> "LeRobotDataset":
+def open_dataset(
+    root: pathlib.Path,
+    video_decoder: VideoDecoderName = "auto",
+    *,
+    mapped: Mapped | None = None,
+    track: Track = untracked,
+) -> "LeRobotDataset":
     """Opens a dataset folder of format v2.0, v2.1 or v3.0. Reads the index; no images and no videos.
 
     Args:
         root: the folder.
         video_decoder: `choose_reader`.
+        mapped: the index and some columns of this state of the dataset, which are then not read again.
+        track: told of the files that are read.
 
     Raises:
         UserError: the folder is no dataset, of an unknown version, incomplete or damaged; names the file. Or the
@@ -50,7 +61,17 @@ def open_dataset(root: pathlib.Path, video_decoder: VideoDecoderName = "auto") -
             f"{info.path} says codebase_version {info.version}; this version reads {', '.join(_READERS)}. Convert the "
             "dataset with lerobot's own converter, or update this program if the format is newer."
         )
-    return LeRobotDataset(root, reader.read_index(root, info), video_decoder)
+    index = reader.read_index(root, info, track) if mapped is None else mapped.index
+    return LeRobotDataset(root, index, video_decoder, mapped)
+
+
+def _reopen(root: pathlib.Path, video_decoder: VideoDecoderName, mapped_path: pathlib.Path | None) -> "LeRobotDataset":
+    """In another process: by the file that the sender has mapped, which it has checked, if it is still there."""
+    mapped = None
+    if mapped_path is not None:
+        with contextlib.suppress(Damaged):
+            mapped = read_mapped(mapped_path, root, read_info(root), check=False)
+    return open_dataset(root, video_decoder, mapped=mapped)
 
 
 class LeRobotDataset:
@@ -66,9 +87,16 @@ class LeRobotDataset:
         num_frames, num_episodes: N, and how many episodes they are in.
         episode_ids: (num_episodes,) the dataset's own episode numbers, in the order of the rows.
         episode_starts: (num_episodes + 1,) first row of each episode, then N.
+        index: all of the index.
     """
 
-    def __init__(self, root: pathlib.Path, index: Index, video_decoder: VideoDecoderName = "auto") -> None:
+    def __init__(
+        self,
+        root: pathlib.Path,
+        index: Index,
+        video_decoder: VideoDecoderName = "auto",
+        mapped: Mapped | None = None,
+    ) -> None:
         self.root = root
         self.version = index.info.version
         self.fps = index.info.fps
@@ -79,22 +107,32 @@ class LeRobotDataset:
         self.episode_starts = index.episode_starts
         self.num_episodes = len(index.episode_ids)
         self.num_frames = int(index.episode_starts[-1])
-        self._index = index
+        self.index = index
         self._frames, self._video_decoder = FrameReader(root, index, choose_reader(video_decoder)), video_decoder
         self._lock = threading.Lock()
-        self._columns: dict[str, np.ndarray] = {}
+        self._mapped = mapped
+        self._columns: dict[str, np.ndarray] = {} if mapped is None else dict(mapped.columns)
 
-    def __reduce__(self) -> tuple[Callable[..., "LeRobotDataset"], tuple[pathlib.Path, VideoDecoderName]]:
-        return open_dataset, (self.root, self._video_decoder)  # another process opens its own files
+    def __reduce__(self) -> tuple[Callable[..., "LeRobotDataset"], tuple[object, ...]]:
+        path = None if self._mapped is None else self._mapped.path
+        return _reopen, (self.root, self._video_decoder, path)  # another process opens its own files
+
+    @property
+    def memory(self) -> str:
+        """How the columns read so far lie in memory, for people."""
+        size = format_bytes(sum(values.nbytes for values in self._columns.values()))
+        if self._mapped is None:
+            return f"numbers: {size} in each process"
+        return f"numbers: {size}, one copy for all processes of this machine, {self._mapped.path}"
 
     def close(self) -> None:
         """Closes open files and forgets what is cached; the dataset stays usable."""
         self._frames.close()
 
-    def column(self, key: str) -> np.ndarray:
+    def column(self, key: str, track: Track = untracked) -> np.ndarray:
         """A numeric or text column: (N,) or (N, D…), in its own dtype, read-only. Read once, then kept.
 
-        Reads only this column of the parquet files: images and videos need not be there.
+        Reads only this column of the parquet files: images and videos need not be there. `track` is told of them.
 
         Raises:
             UserError: no such column, a camera, or a damaged file.
@@ -103,16 +141,16 @@ class LeRobotDataset:
             raise UserError(f"{key!r} is a camera of {self.root}; its pixels come from frames(), not column().")
         with self._lock:
             if key not in self._columns:
-                lengths = np.diff(self._index.data_starts).tolist()
+                lengths = np.diff(self.index.data_starts).tolist()
                 parts = [
                     self._shaped(key, read_column(path, key, length))
-                    for path, length in zip(self._index.data_files, lengths, strict=True)
+                    for path, length in track(list(zip(self.index.data_files, lengths, strict=True)), f"column {key}")
                 ]
                 if len({part.shape[1:] for part in parts}) > 1:
                     odd = next(i for i, part in enumerate(parts) if part.shape[1:] != parts[0].shape[1:])
                     raise UserError(
-                        f"{self._index.data_files[odd]}: column {key!r} has values of shape {parts[odd].shape[1:]}, "
-                        f"but {self._index.data_files[0]} has {parts[0].shape[1:]}. Every frame needs the same."
+                        f"{self.index.data_files[odd]}: column {key!r} has values of shape {parts[odd].shape[1:]}, "
+                        f"but {self.index.data_files[0]} has {parts[0].shape[1:]}. Every frame needs the same."
                     )
                 values = np.concatenate(parts)
                 values.setflags(write=False)
@@ -214,9 +252,9 @@ class LeRobotDataset:
 
     def files(self) -> list[pathlib.Path]:
         """Every file that rows or frames come from, sorted, each once; one may be missing."""
-        clips = (file for clips in self._index.clips.values() for file in clips.files)
+        clips = (file for clips in self.index.clips.values() for file in clips.files)
         loose = (path for path in (self.root / "images").rglob("*") if path.is_file())
-        return sorted({*self._index.data_files, *clips, *loose})
+        return sorted({*self.index.data_files, *clips, *loose})
 
     def frame_error(self, camera: str, row: int, why: str) -> FrameError:
         """The error that names this frame."""

@@ -2,12 +2,15 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from openpi_accel.data.lerobot.features import Info
 from openpi_accel.errors import UserError
+
+INDEX = "the dataset's index"  # as a Track is told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,18 @@ class Index:
     data_files: list[pathlib.Path]
     data_starts: np.ndarray
     clips: dict[str, Clips]
+
+
+class Track(Protocol):
+    """Follows a loop over files, to show how far it is."""
+
+    def __call__[T](self, items: Sequence[T], what: str) -> Iterable[T]:
+        """The items, one after the other; `what` is being read, for people."""
+
+
+def untracked[T](items: Sequence[T], what: str) -> Iterable[T]:
+    """A Track that shows nothing."""
+    return items
 
 
 def starts(lengths: list[int] | np.ndarray) -> np.ndarray:

@@ -9,14 +9,24 @@ import pathlib
 import numpy as np
 
 from openpi_accel.data.lerobot.features import Info, read_jsonl
-from openpi_accel.data.lerobot.index import Clips, Index, check_totals, fill_template, starts, task_table
+from openpi_accel.data.lerobot.index import (
+    INDEX,
+    Clips,
+    Index,
+    Track,
+    check_totals,
+    fill_template,
+    starts,
+    task_table,
+    untracked,
+)
 from openpi_accel.data.lerobot.parquet import open_parquet
 from openpi_accel.errors import UserError
 
 VERSIONS = ("v2.0", "v2.1")
 
 
-def read_index(root: pathlib.Path, info: Info) -> Index:
+def read_index(root: pathlib.Path, info: Info, track: Track = untracked) -> Index:
     """Reads `meta/episodes.jsonl`, `meta/tasks.jsonl` and the footers of the parquet files.
 
     Raises:
@@ -42,7 +52,7 @@ def read_index(root: pathlib.Path, info: Info) -> Index:
         return root / fill_template(info, name, template, episode_chunk=chunk, episode_index=episode, video_key=key)
 
     data_files = [path("data_path", info.data_path, episode) for episode in ids]
-    for file, length in zip(data_files, lengths, strict=True):
+    for file, length in track(list(zip(data_files, lengths, strict=True)), INDEX):
         with contextlib.closing(open_parquet(file)) as opened:
             num_rows = opened.metadata.num_rows
         if num_rows != length:

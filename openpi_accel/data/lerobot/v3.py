@@ -8,7 +8,17 @@ import numpy as np
 import pyarrow as pa
 
 from openpi_accel.data.lerobot.features import Info
-from openpi_accel.data.lerobot.index import Clips, Index, check_totals, fill_template, starts, task_table
+from openpi_accel.data.lerobot.index import (
+    INDEX,
+    Clips,
+    Index,
+    Track,
+    check_totals,
+    fill_template,
+    starts,
+    task_table,
+    untracked,
+)
 from openpi_accel.data.lerobot.parquet import explained, open_parquet, read_column
 from openpi_accel.errors import UserError
 
@@ -17,7 +27,7 @@ VERSIONS = ("v3.0",)
 _TASK_COLUMNS = ("task", "__index_level_0__", "tasks")
 
 
-def read_index(root: pathlib.Path, info: Info) -> Index:
+def read_index(root: pathlib.Path, info: Info, track: Track = untracked) -> Index:
     """Reads `meta/episodes/`, `meta/tasks.parquet` and the data files' episode_index column.
 
     Rows follow the data files (as in lerobot's own reader), whatever the order of the episodes in them.
@@ -37,7 +47,7 @@ def read_index(root: pathlib.Path, info: Info) -> Index:
     data_files: list[pathlib.Path] = []
     data_lengths: list[int] = []
     ids: list[int] = []
-    for chunk, number in np.unique(places, axis=0).tolist():
+    for chunk, number in track(np.unique(places, axis=0).tolist(), INDEX):
         name = fill_template(info, "data_path", info.data_path, chunk_index=chunk, file_index=number)
         file = root / name
         with contextlib.closing(open_parquet(file)) as opened:
