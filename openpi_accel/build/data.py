@@ -193,7 +193,8 @@ def _open(
             "--data.mixture."
         )
     root = find_dataset(config.data.repo_id, config.data.path, environment)
-    with ReadingBar(quiet=jax.process_index() != 0) as bar:
+    # The index is asked for only where there are several: the question alone takes the GPU, which tools leave alone.
+    with ReadingBar(quiet=jax.distributed.is_initialized() and jax.process_index() != 0) as bar:
         dataset = open_shared(
             root,
             lambda opened: _columns(resolve_mapping(config.data, opened)),
