@@ -56,11 +56,14 @@ class ComputeArgs:
 
 
 def parse_args(argv: Sequence[str]) -> ComputeArgs:
-    """Reads --config-name first, because it gives all other options their defaults.
+    """Reads the config's name first, because it gives all other options their defaults: --config-name, as upstream has
+    it, or the first word, as the other scripts have it.
 
     Raises:
         UserError: no or an unknown config name, or a value out of range.
     """
+    if argv and not argv[0].startswith("-"):
+        argv = ["--config-name", *argv]
     name = _config_name(argv)
     if name is None and not {"-h", "--help"} & set(argv):
         raise UserError(f"--config-name is missing; the configs are {', '.join(PRESETS)}.")

@@ -142,6 +142,7 @@ def test_a_narrow_dimension_is_warned_of_and_a_floor_mends_it(dataset, tmp_path,
     [
         ([], "--config-name is missing"),
         (["--config-name", "pi05_liber"], "Did you mean pi05_libero"),
+        (["pi05_liber"], "Did you mean pi05_libero"),
         (["--config-name=pi05_libero", "--max-frames=0"], "--max-frames is 0"),
         (["--config-name=pi05_libero", "--min-action-range=-1"], "--min-action-range is -1"),
         (["--config-name=pi05_libero", "--name=mine"], "--name is fixed"),
@@ -153,7 +154,9 @@ def test_mistakes_on_the_command_line(argv, message):
 
 
 def test_the_configs_own_options_are_taken(tmp_path):
-    args = parse_args(["--config-name=pi0_libero", "--data.path=x", "--model.action-horizon=3", "--num-workers=8"])
+    options = ["--data.path=x", "--model.action-horizon=3", "--num-workers=8"]
+    args = parse_args(["--config-name=pi0_libero", *options])
+    assert parse_args(["pi0_libero", *options]) == args  # as the other scripts take it
     config = get_preset("pi0_libero")
     assert args.config.data == dataclasses.replace(config.data, path="x")
     assert (args.config.model.action_horizon, args.config.num_workers, args.config.seed) == (3, 8, config.seed)
