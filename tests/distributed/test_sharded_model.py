@@ -111,7 +111,7 @@ def gradient_bytes(layout: tuple[int, int], unrolled: bool, sharded: bool) -> in
 
 @pytest.mark.parametrize(
     ("layout", "unrolled"),
-    [(DATA_PARALLEL, False), (SHARDED, False), (HYBRID, False), pytest.param(HYBRID, True, marks=pytest.mark.long)],
+    [(DATA_PARALLEL, False), (SHARDED, False), (HYBRID, False), (HYBRID, True)],
     ids=["dp 8", "fsdp 8", "2 x fsdp 4", "2 x fsdp 4, unrolled"],
 )
 def test_eight_devices_give_the_loss_and_gradients_of_one(layout: tuple[int, int], unrolled: bool) -> None:
@@ -155,7 +155,6 @@ def test_layers_are_gathered_one_by_one_inside_the_scan(layout: tuple[int, int])
     assert_no_resharding(layout, collectives, unrolled=False)
 
 
-@pytest.mark.long
 def test_unrolled_layers_are_gathered_one_by_one() -> None:
     collectives, params = collectives_of(HYBRID, unrolled=True), leaves(step_of(HYBRID))
     got = gathered(collectives, in_loop=False)
@@ -204,7 +203,6 @@ def assert_no_resharding(layout: tuple[int, int], collectives: tuple[Collective,
         assert others <= summed_bytes(collectives, 8) < others + 64
 
 
-@pytest.mark.long
 def test_two_processes_compute_what_one_does(tmp_path: pathlib.Path) -> None:
     """Two nodes of four devices, sharded within each: 2 x 4 of one process, over a network."""
     processes = [
