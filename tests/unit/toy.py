@@ -83,6 +83,8 @@ def train(
     mesh = mesh or make_mesh(1, jax.devices()[:1])
     is_trainable = everything
     resume_from = prepare_run_folder(folder, resume=resume, overwrite=False)
+    if guard is not None:
+        guard.committed = lambda: resume_from
     store = CheckpointStore(
         folder, keep_period=keep_period, assets={"toy/norm_stats.json": "{}"}, settings={"ema_decay": ema_decay}
     )
