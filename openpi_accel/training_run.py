@@ -97,6 +97,7 @@ def _train(config: TrainConfig, acceleration: Acceleration, environment: Environ
     folder = run_folder_of(config)
     check_shared_storage(folder.parents[1], config.shared_storage_timeout_s)
     resume_from = check_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
+    guard.committed = lambda: resume_from
     if resume_from is not None and resume_from + 1 >= config.num_train_steps:
         say(
             f"nothing left to train: {folder} has all of its {resume_from + 1} steps (--num-train-steps is "

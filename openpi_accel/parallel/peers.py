@@ -8,8 +8,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -17,10 +19,14 @@ import jax
 # JAX has no public way to its store; Orbax reaches for it in the same manner.
 from jax._src import distributed
 
+from openpi_accel.parallel.last_words import LastWords
+
 # So long process 0, which keeps the store, waits for the others to hear why the run ends; for one that says nothing
 # in the meantime, though all speak every second, only _DEAF_S.
 LINGER_S = 10.0
 _DEAF_S = 3.0
+# Process 0's port answers at once, or its machine is gone.
+_ANSWER_S = 1.5
 _SEATS, _FAILURES, _LEFT = "openpi_accel/seats", "openpi_accel/failures", "openpi_accel/left"
 # JAX's own: set by the process that got SIGTERM (tests/distributed/test_faults.py would miss it).
 _PREEMPTION_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
@@ -77,6 +83,15 @@ class Peers:
         """Rank -> text and exit code, as told."""
         return {rank: (text, code) for rank, (text, code) in sorted(self._all(_FAILURES).items())}
 
+    def first_is_gone(self) -> str:
+        """Why process 0 is held to be gone, found without JAX; empty where its port answers."""
+        host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        except OSError as error:
+            return f"{host}:{port} does not answer ({str(error) or type(error).__name__})"
+        return ""
+
     def preemption_noticed(self) -> bool:
         """Whether a process of several got SIGTERM (JAX has its own handler there)."""
         if self._client is None:
@@ -86,6 +101,10 @@ class Peers:
         except jax.errors.JaxRuntimeError:  # absent
             return False
         return True
+
+    def last_words(self, speak: Callable[[], int]) -> LastWords:
+        """What tells an abort of this process, not yet started."""
+        return LastWords(speak)
 
     def leave(self, exit_code: int, linger_s: float = LINGER_S) -> NoReturn:
         """Ends this process at once: an orderly end would wait for processes that are stuck or gone.

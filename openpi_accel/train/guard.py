@@ -21,8 +21,10 @@ _TICK_S = 1.0
 _OWN_WORDS_S = 4.0
 # A rank that was killed is named after SILENT_S; its end may have come a little after the error it causes here.
 _CULPRIT_S = SILENT_S + 4.0
-# As when JAX itself ends a process that misses another one.
+# As when JAX itself ends a process that misses another one: an abort.
 MISSED_EXIT_CODE = 134
+# Words of its own that a process has found before an abort are out after this time.
+_PRINT_S = 1.0
 
 
 def _say(text: str) -> None:
@@ -36,7 +38,7 @@ class Guard:
     Attributes:
         clock: to be told what the run does.
         preemption: SIGTERM and its grace.
-        committed: tells the last complete checkpoint.
+        committed: tells the last complete checkpoint; None as long as the run's folder has not been looked at.
         save_problem: tells why a save has failed in this process.
     """
 
@@ -44,11 +46,14 @@ class Guard:
         self, preemption: Preemption | None = None, peers: Peers | None = None, say: Callable[[str], None] = _say
     ) -> None:
         self.clock, self.preemption = StepClock(), preemption or Preemption()
-        self.committed: Callable[[], int | None] = lambda: None
+        self.committed: Callable[[], int | None] | None = None
         self.save_problem: Callable[[], UserError | None] = lambda: None
         self._peers, self._say = peers or Peers(), say
         self._failed_s: float | None = None
         self._silent: set[int] = set()
+        self._told_by_others: list[tuple[str, int]] = []
+        self._own_exit_code: int | None = None
+        self._last_words = self._peers.last_words(self._speak_last)
         self._told_s = 0.0
         self._ending, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
@@ -56,6 +61,7 @@ class Guard:
     def __enter__(self) -> Self:
         if self._peers.count > 1:
             self._peers.post(self.clock.seat())  # from here on process 0 does not end before it
+            self._last_words.start()
         self._thread.start()
         return self
 
@@ -67,6 +73,7 @@ class Guard:
             self._ending.set()  # from here on this process ends in its own words; it goes on to be heard of
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and nobody can be told
                 self._tell(error)
+            self._own_exit_code = told(error)[1]
             return
         self._over.set()
         self._thread.join()
@@ -74,11 +81,13 @@ class Guard:
             self.clock.begin(END)
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._peers.post(self.clock.seat())  # its silence means nothing from now on
+            self._last_words.stop()
 
     def _tell(self, error: BaseException) -> None:
         """Says to the others that this process ends, and why; raises OtherProcessEnded for an error not its own."""
         found = self._culprit(error)
         if found is not None:
+            self._own_exit_code = found.exit_code
             self._peers.tell_failure(f"error: {found}", found.exit_code)
             raise found from None
         message, exit_code = told(error)
@@ -108,6 +117,8 @@ class Guard:
 
     def kept(self) -> str:
         """What a resumed run would go on from, as a sentence."""
+        if self.committed is None:
+            return "nothing was trained, and checkpoints from before stay as they are"
         step = self.committed()
         if step is None:
             return "this run has no checkpoint yet"
@@ -129,13 +140,14 @@ class Guard:
                     self._look_at_grace()
                     self._look_at_step()
             except jax.errors.JaxRuntimeError:
-                return  # process 0 is gone, and JAX ends this one with a message of its own
+                continue  # process 0 cannot be asked now; if it is gone, JAX aborts this one (`_speak_last`)
 
     def _hear(self) -> None:
         """Another process that ends takes this one along; one that falls silent is named, on rank 0."""
         if self._ending.is_set():
             return
         others = [why for rank, why in self._peers.failures().items() if rank != self._peers.rank]
+        self._told_by_others = others
         problem = self.save_problem()
         if others or problem is not None:
             self._failed_s = self._failed_s or time.monotonic()
@@ -153,6 +165,24 @@ class Guard:
                     f"all others will end; {self.kept()}"
                 )
             self._silent = silent
+
+    def _speak_last(self) -> int:
+        """C++ code aborts this process, which must not ask JAX for anything any more; gives the exit code."""
+        if self._own_exit_code is not None:
+            time.sleep(_PRINT_S)
+            return self._own_exit_code
+        if self._told_by_others:
+            text, exit_code = self._told_by_others[0]
+            self._say(self._with_kept(text))
+            return exit_code
+        if self._peers.rank != 0 and (problem := self._peers.first_is_gone()):
+            why = f"rank 0 ended without a word: {problem}. The reason is in the log there, or the platform killed it"
+        elif self._silent:
+            why = f"{name_ranks(sorted(self._silent))} ended without a word, and JAX ends the others; see the log there"
+        else:
+            why = f"rank {self._peers.rank} was aborted by JAX or another library; its own lines above say why"
+        self._say(f"error: {why}; {self.kept()}")
+        return MISSED_EXIT_CODE
 
     def _look_at_grace(self) -> None:
         if self._peers.preemption_noticed():

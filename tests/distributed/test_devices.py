@@ -19,10 +19,10 @@ from tests.unit import toy
 
 
 def run_worker(
-    *args: object, env: dict[str, str] | None = None, python: str = sys.executable
+    *args: object, env: dict[str, str] | None = None, python: str = sys.executable, module: str = "worker"
 ) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [python, "-m", "tests.distributed.worker", *map(str, args)],
+        [python, "-m", f"tests.distributed.{module}", *map(str, args)],
         cwd=REPO,
         env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO), **(env or {})},
         stdout=subprocess.PIPE,
@@ -31,17 +31,21 @@ def run_worker(
     )
 
 
-def cluster_of_two() -> list[dict[str, str]]:
-    """The platform's variables of two processes on this machine, by rank."""
+def cluster_of(size: int) -> list[dict[str, str]]:
+    """The platform's variables of so many processes on this machine, by rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    return [shared | {"RANK": str(rank)} for rank in range(2)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+    return [shared | {"RANK": str(rank)} for rank in range(size)]
 
 
-def finish(*processes: "subprocess.Popen[str]") -> None:
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+def cluster_of_two() -> list[dict[str, str]]:
+    return cluster_of(2)
+
+
+def finish(*processes: "subprocess.Popen[str]", within_s: float = 120) -> None:
+    outputs = [process.communicate(timeout=within_s)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
 

@@ -4,6 +4,8 @@ Its cluster comes from MASTER_ADDR and the like.
 """
 
 import argparse
+import functools
+import json
 import os
 import pathlib
 import sys
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--save-interval", type=int, default=1000)
     parser.add_argument("--hang-in-save", type=int, help="never finish the save of this step; write FOLDER/hanging")
     parser.add_argument("--dump", type=pathlib.Path, help="npz of this process's copy of the final state")
+    parser.add_argument("--shares", type=pathlib.Path, help="read by rows; FILE gets a line per batch: [first, rows]")
     args = parser.parse_args()
 
     jax.config.update("jax_num_cpu_devices", args.devices)
@@ -50,8 +53,17 @@ def main() -> None:
 
         TextFilesHandler.save = hang  # type: ignore[method-assign]
 
+    def note(first: int, rows: np.ndarray) -> None:
+        with args.shares.open("a") as file:
+            print(json.dumps([first, rows.tolist()]), file=file)
+
     result, step = toy.train(
-        args.folder, args.num_steps, resume=args.resume, mesh=make_mesh(args.fsdp), save_interval=args.save_interval
+        args.folder,
+        args.num_steps,
+        resume=args.resume,
+        mesh=make_mesh(args.fsdp),
+        save_interval=args.save_interval,
+        loader=functools.partial(toy.loaded_by_rows, note=note) if args.shares else None,
     )
     assert isinstance(step, jax.stages.Compiled)  # which traces no other program
     if args.dump:

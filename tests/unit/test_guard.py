@@ -3,12 +3,14 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
+from unittest import mock
 
 import jax
 import pytest
 
 from openpi_accel.errors import OtherProcessEnded, UserError
+from openpi_accel.parallel.last_words import LastWords
 from openpi_accel.parallel.peers import Peers, Seat
 from openpi_accel.train import guard as guard_module
 from openpi_accel.train.guard import MISSED_EXIT_CODE, Guard
@@ -42,11 +44,19 @@ class Member(Peers):
         self.rank, self.count = rank, 2
         self.left = threading.Event()
         self.exit_code: int | None = None
+        self.gone = ""
 
     def leave(self, exit_code: int, linger_s: float = 0.0) -> NoReturn:
         self.exit_code = exit_code
         self.left.set()
-        raise jax.errors.JaxRuntimeError("gone")  # which ends the thread, as the end of the process would
+        raise SystemExit  # which ends the thread, as the end of the process would
+
+    def last_words(self, speak: Callable[[], int]) -> Any:
+        self.speak = speak  # what an abort of the process would call
+        return mock.Mock(spec=LastWords)
+
+    def first_is_gone(self) -> str:
+        return self.gone
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +65,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(guard_module, name, value)
     for module in ("openpi_accel.train.guard", "openpi_accel.train.watchdog"):
         monkeypatch.setattr(f"{module}.SILENT_S", 1.0)
+    report = threading.excepthook
+    monkeypatch.setattr(threading, "excepthook", lambda what: None if what.exc_type is SystemExit else report(what))
 
 
 @pytest.fixture
@@ -148,6 +160,7 @@ def test_the_end_of_the_grace_ends_the_process(members: tuple[Member, Member]) -
     first, second = members
     said: list[str] = []
     watching = Guard(Preemption(0.5, 75), first, said.append)
+    watching.committed = lambda: None
     with watching:
         watching.clock.begin_step(8)
         watching.clock.begin(STEP)
@@ -186,3 +199,59 @@ def test_a_slow_step_is_told_each_time_twice_as_late(
     took = [float(text.split("under way for ")[1].split(" s")[0]) for text in said]
     assert took == sorted(took) and took[-1] >= 1  # 0.3, 0.6 and 1.2 s, rounded
     assert all("step 2 " in text for text in said)
+
+
+def test_an_abort_is_told_with_what_is_known_by_then(members: tuple[Member, Member]) -> None:
+    first, second = members
+    said: list[str] = []
+    watching = Guard(peers=second, say=said.append)
+    with watching:
+        assert second.speak() == MISSED_EXIT_CODE
+        watching.committed = lambda: 40
+        second.gone = "10.0.0.1:29500 does not answer"
+        assert second.speak() == MISSED_EXIT_CODE
+        first.tell_failure("error: rank 0: frame 17 is damaged", 2)
+        assert second.left.wait(60)  # it has heard of it
+        assert second.speak() == 2
+    kept = "checkpoint 40 is complete: go on with --resume (launchers: RESUME=1)"
+    damaged = f"error: rank 0: frame 17 is damaged; {kept}"
+    assert said == [
+        "error: rank 1 was aborted by JAX or another library; its own lines above say why; nothing was trained, and "
+        "checkpoints from before stay as they are",
+        "error: rank 0 ended without a word: 10.0.0.1:29500 does not answer. The reason is in the log there, or the "
+        f"platform killed it; {kept}",
+        damaged,
+        damaged,
+    ]
+
+
+def test_an_abort_names_who_was_silent_and_does_not_speak_twice(members: tuple[Member, Member]) -> None:
+    first, second = members
+    said: list[str] = []
+    second.post(Seat(step=3, phase=STEP, phase_s=0))
+    with Guard(peers=first, say=said.append):
+        until(lambda: said)
+        assert first.speak() == MISSED_EXIT_CODE
+    assert said[1].startswith("error: rank 1 ended without a word, and JAX ends the others")
+    with pytest.raises(UserError), Guard(peers=second, say=said.append):
+        raise UserError("nothing lies there")  # which the entry script prints
+    assert second.speak() == 2 and len(said) == 2
+
+
+def test_a_store_that_does_not_answer_for_a_while_does_not_silence_the_guard(
+    members: tuple[Member, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = members
+    said: list[str] = []
+    with Guard(peers=first, say=said.append):
+        with monkeypatch.context() as stalled:
+            failed = threading.Event()
+
+            def refuse(*_: object) -> None:
+                failed.set()
+                raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+
+            stalled.setattr(first, "post", refuse)
+            assert failed.wait(60)
+        second.tell_failure("error: rank 1: KeyError: 'x'", 1)
+        assert first.left.wait(60) and first.exit_code == 1
