@@ -53,9 +53,6 @@ preflight() { # training's options; a start that cannot work ends here, on the n
 
 choose_config "$@"
 [[ $CONFIG != pi05_demo ]] || fail "pi05_demo makes its own data and runs on one node: bash run_opt.sh pi05_demo"
-if given --tuned; then
-    fail "--tuned is for one node: the batch in that file is what one node takes. See it by 'python scripts/tuned_settings.py $CONFIG' and give what you want of it as options, --batch-size times the number of nodes."
-fi
 CUDA_SET=$(cuda_set)
 ensure_python "${CUDA_SET:-cpu}"
 "$PYTHON" "$REPO/scripts/check_nodes.py"

@@ -272,11 +272,6 @@ def test_multinode_has_opts_settings(stand_in):
     assert {name: started.env[name] for name in NODE | nccl} == NODE | nccl
 
 
-def test_multinode_does_not_take_one_nodes_batch(stand_in):
-    done = launch("run_multinode.sh", "--tuned", OPENPI_PYTHON=str(stand_in), **NODE)
-    assert_refused(done, "--tuned is for one node", "tuned_settings.py pi05_libero", "--batch-size")
-
-
 @pytest.mark.parametrize("name", NODE)
 def test_multinode_names_what_is_missing(stand_in, name):
     env = {key: value for key, value in NODE.items() if key != name}
