@@ -15,6 +15,9 @@ Slurm, MPI and Kubernetes are recognised by their variables; docs/multinode.md h
 TEXT
     common_usage
     cat <<'TEXT'
+  --tuned [FILE]         (an option) settings that scripts/tune.py has found on one of these nodes; FILE (else
+                         tuned/CONFIG.json) must be the same on all. Its --batch-size is that of one node: give your
+                         own, as many times as large as there are nodes, to keep the batch of each GPU
   MASTER_ADDR            host name or address of node 0, as the other nodes reach it
   MASTER_PORT            a free port of node 0
   RANK                   index of this node, from 0
@@ -56,5 +59,9 @@ choose_config "$@"
 CUDA_SET=$(cuda_set)
 ensure_python "${CUDA_SET:-cpu}"
 "$PYTHON" "$REPO/scripts/check_nodes.py"
+take_tuned
+if [[ -n ${TUNED:-} ]] && ! given --batch-size; then
+    say "warning: --tuned takes the batch that was found for one node as the batch of all together, so each GPU has less than was tried. Give --batch-size, as many times that of the file as there are nodes, to keep the batch of each GPU."
+fi
 acceleration
 launch opt "${ACCELERATED[@]}"

@@ -68,7 +68,12 @@ take_tuned() { # takes --tuned [FILE] out of REST; sets TUNED to the file's sett
     REST=("${words[@]}")
     [[ -n $asked ]] || return 0
     ensure_python "${CUDA_SET:-cpu}"
-    TUNED=$("$PYTHON" "$REPO/scripts/tuned_settings.py" "$CONFIG" "$file") || exit 2
+    if ! TUNED=$("$PYTHON" "$REPO/scripts/tuned_settings.py" "$CONFIG" "$file"); then
+        if declare -F tell_others >/dev/null; then # a launcher's own way to the other nodes
+            tell_others "its file for --tuned is refused; its own log says why."
+        fi
+        exit 2
+    fi
 }
 
 acceleration() { # sets ACCELERATED and the environment of the accelerations that exist; needs CONFIG and CUDA_SET

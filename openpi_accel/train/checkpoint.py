@@ -6,9 +6,11 @@
 <run folder>/<loop index>/resume/       ours, ignored by upstream: data position, settings, metrics not yet logged
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,6 +93,7 @@ class CheckpointStore:
         keep_orbax_quiet()
         self._folder = folder.resolve()
         self._timer = SaveTimer()
+        self._noting: threading.Thread | None = None
         self._problem: Exception | None = None
         self._assets = dict(assets or {})
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as they will be read back
@@ -106,9 +109,7 @@ class CheckpointStore:
                 max_to_keep=max_to_keep,
                 keep_period=keep_period,
                 create=True,
-                async_options=ocp.AsyncOptions(
-                    timeout_secs=_SAVE_TIMEOUT_S, post_finalization_callback=self._timer.ended
-                ),
+                async_options=ocp.AsyncOptions(timeout_secs=_SAVE_TIMEOUT_S),
             ),
         )
 
@@ -144,6 +145,14 @@ class CheckpointStore:
             )
         except (OSError, ValueError) as error:  # TensorStore's errors are ValueErrors
             raise self._save_failed(error) from error
+        self._noting = threading.Thread(target=self._note_end, name="save noted", daemon=True)
+        self._noting.start()
+
+    def _note_end(self) -> None:
+        """Runs in every process: the writer's own callback is process 0's alone, and comes before the last rename."""
+        with contextlib.suppress(Exception):  # `wait` raises it, too, to whoever asks
+            self._manager.wait_until_finished()
+            self._timer.ended()
 
     def problem(self) -> UserError | None:
         """Why this process could not write its part of a save; nothing is waited for."""
@@ -162,6 +171,8 @@ class CheckpointStore:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:  # TensorStore's errors are ValueErrors
             raise self._save_failed(error) from error
+        if self._noting is not None:
+            self._noting.join()
 
     def close(self) -> None:
         """Waits, then releases the writer's threads. Raises as `wait`."""

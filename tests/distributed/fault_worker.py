@@ -39,6 +39,8 @@ def main() -> int:
     parser.add_argument("--hold", choices=["data", "compile", "save"], help="stop there for good")
     parser.add_argument("--raise", choices=list(RAISED), dest="raised", help="what the loader raises")
     parser.add_argument("--full-disk", action="store_true", help="no file may grow")
+    parser.add_argument("--slow-disk-s", type=float, help="seconds that this process's part of a save takes")
+    parser.add_argument("--pace-s", type=float, default=0.0, help="seconds that each later batch takes")
     parser.add_argument("--grace-s", type=float, default=60.0)
     parser.add_argument("--exit-code", type=int, default=143)
     parser.add_argument("--heartbeat-timeout-s", type=int, default=10)
@@ -65,16 +67,21 @@ def main() -> int:
                     raise RAISED[args.raised]
                 if args.full_disk:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+            if loaded.next_sample > (args.at + 1) * toy.BATCH:
+                time.sleep(args.pace_s)
             yield loaded
 
     if args.hold == "compile":
         loop.compile_ahead = lambda *_: held()  # type: ignore[assignment, return-value]
-    if args.hold == "save":
-        save = TextFilesHandler.save
+    if args.hold == "save" or args.slow_disk_s:
+        save, slow_disk_s = TextFilesHandler.save, args.slow_disk_s
 
         def hold_save(self: TextFilesHandler, directory: Any, args: TextFiles) -> None:
             save(self, directory, args)
-            held()
+            if slow_disk_s:
+                time.sleep(slow_disk_s)
+            else:
+                held()
 
         TextFilesHandler.save = hold_save  # type: ignore[method-assign]
 

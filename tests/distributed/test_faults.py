@@ -212,3 +212,21 @@ def test_a_save_that_stalls_does_not_outlast_the_grace(
     for process in processes:
         assert "SIGTERM: --grace-s 8 is nearly over" in process.output and "checkpoint 5 is" in process.output
     goes_on(start, begun, straight)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_no_process_begins_a_save_that_one_slow_disk_would_not_complete_in_time(
+    start: Start, begun: pathlib.Path, told: int
+) -> None:
+    # Steps are slow after the save, so that SIGTERM comes between two saves.
+    options = ("--resume", "--save-interval", "13", "--at", "13", "--pace-s", "0.5", "--grace-s", "5")
+    processes = start(begun, 10**6, *options, own=("", "--slow-disk-s 4"))
+    wait_for(lambda: 13 in committed_steps(begun), processes)
+    processes[told].popen.send_signal(signal.SIGTERM)
+    assert end(*processes) == [143, 143], [process.output for process in processes]
+    told_by_all = {line for process in processes for line in process.output.splitlines() if "stopped: " in line}
+    assert len(told_by_all) == 1 and all("stopped: " in process.output for process in processes)
+    (text,) = told_by_all
+    assert "of --grace-s 5, so none was begun; checkpoint 13 is complete: go on with --resume" in text
+    assert committed_steps(begun) == [SAVED, 13]
+    assert not [entry.name for entry in begun.iterdir() if "tmp" in entry.name]

@@ -17,6 +17,8 @@ import pytest
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.platforms import parse
 from openpi_accel.parallel.roll_call import roll_call
+from openpi_accel.parallel.same_program import code_hash
+from openpi_accel.tools.tune import tuned_file
 from tests.conftest import REPO
 from tests.lerobot_writer import write_dataset
 
@@ -270,6 +272,45 @@ def test_multinode_has_opts_settings(stand_in):
     single = Started(launch("run_opt.sh", OPENPI_PYTHON=str(stand_in)))
     assert started.options == single.options
     assert {name: started.env[name] for name in NODE | nccl} == NODE | nccl
+
+
+@pytest.fixture
+def tuned(tmp_path: pathlib.Path) -> pathlib.Path:
+    """As scripts/tune.py leaves it on a machine without GPUs."""
+    path = tmp_path / "tuned.json"
+    found = tuned_file.Tuned(
+        config="pi05_libero",
+        device="cpu",
+        num_devices=1,
+        code=code_hash(REPO / "openpi_accel"),
+        environment={"OPENPI_BATCH_CAMERAS": "1"},
+        arguments=("--batch-size", "24", "--remat.gemma", "full"),
+        found={},
+    )
+    tuned_file.write(path, found)
+    return path
+
+
+def test_multinode_takes_tuned_settings_as_opt_does(stand_in, tuned):
+    env = {"OPENPI_PYTHON": str(stand_in), "JAX_PLATFORMS": "cpu"}
+    options = ["pi05_libero", "--tuned", str(tuned), "--seed", "7"]
+    done = launch("run_multinode.sh", *options, **env, **NODE)
+    started, single = Started(done), Started(launch("run_opt.sh", *options, **env))
+    assert started.options == single.options and started.options[-2:] == ["--seed", "7"]
+    assert started.options[started.options.index("--batch-size") + 1] == "24"
+    assert started.env["OPENPI_BATCH_CAMERAS"] == "1"
+    assert "the batch that was found for one node" in done.stderr and "Give --batch-size" in done.stderr
+    own = launch("run_multinode.sh", "pi05_libero", f"--tuned={tuned}", "--batch-size=48", **env, **NODE)
+    assert Started(own).options[-1] == "--batch-size=48" and "found for one node" not in own.stderr
+
+
+def test_multinode_tells_the_others_of_a_tuned_file_that_is_refused(stand_in, tuned):
+    here = NODE | {"OPENPI_PYTHON": str(stand_in), "JAX_PLATFORMS": "cpu", "MASTER_ADDR": "127.0.0.1"}
+    with node_0_of(here) as heard:
+        done = launch("run_multinode.sh", "pi0_libero", "--tuned", str(tuned), **here)
+    assert_refused(done, "config is pi05_libero, here pi0_libero", "Search again: python scripts/tune.py pi0_libero")
+    (message,) = heard
+    assert "Rank 1 (" in message and "its file for --tuned is refused" in message
 
 
 @pytest.mark.parametrize("name", NODE)
