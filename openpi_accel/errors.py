@@ -26,6 +26,11 @@ class OtherProcessEnded(Exception):
 _MENDABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR)
 
 
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether processes that compute together have lost each other, so that the reason is to be sought elsewhere."""
+    return "Gloo" in str(error) or "NCCL" in str(error)
+
+
 def told(error: BaseException) -> tuple[str | None, int]:
     """(one message, exit code) of an error; no message where only a traceback helps.
 

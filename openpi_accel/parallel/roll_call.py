@@ -27,7 +27,7 @@ _GRACE_S = 30
 def roll_call(
     cluster: Cluster, timeout_s: float, say: Callable[[str], object], remind_s: float = 30, trouble: str = ""
 ) -> None:
-    """Returns on every process once all of them are there; process 0 says every `remind_s` seconds whom it waits for.
+    """Returns on every process once all of them are there; each says every `remind_s` seconds whom it waits for.
 
     Args:
         trouble: why this process will not start. It comes all the same, so that the others need not wait for it.
@@ -39,7 +39,7 @@ def roll_call(
     if cluster.process_id == 0:
         _Host(cluster, say, remind_s, trouble).gather(timeout_s)
     else:
-        _report(cluster, timeout_s, trouble)
+        _report(cluster, timeout_s, trouble, say, remind_s)
 
 
 class _Host:
@@ -113,27 +113,26 @@ class _Host:
         rank, num_processes, host = card.get("rank"), card.get("num_processes"), str(card.get("host"))
         if not isinstance(rank, int) or num_processes is None:
             return  # somebody else's
+        if rank == 0:  # only that one is sent away: it may be of another run, with the same port by chance
+            text = _two_say(0, socket.gethostname(), host, self._cluster.num_processes)
+            self._say(f"warning: {text} The second one has been turned away.")
+            _send(connection, {"error": text})
+            return
         if num_processes != self._cluster.num_processes:
             raise UserError(
                 f"Rank {rank} ({host}) was told of {num_processes} nodes, rank 0 of {self._cluster.num_processes}. "
                 f"WORLD_SIZE must be the same on all nodes, for example WORLD_SIZE={self._cluster.num_processes}."
             )
         if rank in self._present and self._present[rank][0] is not connection:
-            raise UserError(
-                f"Two processes say that they are rank {rank}: {self._present[rank][1]} and {host}. Every node needs a "
-                f"RANK of its own, 0 to {num_processes - 1}, and one process."
-            )
+            raise UserError(_two_say(rank, self._present[rank][1], host, num_processes))
         self._present[rank] = (connection, host)
         if (trouble := card.get("trouble")) and not self._trouble:
             self._trouble = _cannot_start(rank, host, str(trouble))
             self._grace_ends_s = time.monotonic() + _GRACE_S  # so that those who come a little later hear of it too
 
     def _answer(self, message: dict[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
         for connection in self._connections():  # strangers too, who may be the second of a rank
-            with contextlib.suppress(OSError):  # who is gone by now shows when JAX starts
-                connection.settimeout(5)
-                connection.sendall(line)
+            _send(connection, message)
 
     def _connections(self) -> list[Any]:
         return [key.fileobj for key in self._selector.get_map().values() if key.data is not None]
@@ -144,23 +143,37 @@ class _Host:
         self._selector.close()
 
 
-def _report(cluster: Cluster, timeout_s: float, trouble: str) -> None:
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # who is gone by now shows when JAX starts
+        connection.settimeout(5)
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _report(cluster: Cluster, timeout_s: float, trouble: str, say: Callable[[str], object], remind_s: float) -> None:
     """The others' side: connects, says who this is, waits for the answer; anew where process 0 is not there yet."""
-    card = {"rank": cluster.process_id, "num_processes": cluster.num_processes, "host": socket.gethostname()}
-    if trouble:
-        card["trouble"] = trouble[:_LONGEST_TROUBLE]
-    deadline_s = time.monotonic() + timeout_s
+    card = _card(cluster, trouble)
+    started_s = time.monotonic()
+    deadline_s = started_s + timeout_s
+    remind_at_s = started_s + remind_s
     # Process 0 speaks when its own time is over; it may have started last.
     patience_s = timeout_s + 10
     failure = "no answer"
+
+    def remind() -> None:
+        nonlocal remind_at_s
+        if (now_s := time.monotonic()) >= remind_at_s:
+            say(f"waiting for rank 0 at {cluster.coordinator_address} ({now_s - started_s:.0f} s): {failure}")
+            remind_at_s += remind_s
+
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             with socket.create_connection((cluster.host, cluster.port), timeout=min(left_s, 10)) as connection:
                 if connection.getsockname() == connection.getpeername():
                     raise OSError("the port answered to itself")  # TCP allows that where nobody listens
                 connection.sendall(json.dumps(card).encode() + b"\n")
-                connection.settimeout(patience_s)
-                answer = _decode(_line(connection))
+                failure = "it has been called, and waits for others"
+                line = _line(connection, patience_s, remind)
+                answer = _decode(line)
         except OSError as error:
             failure = str(error) or type(error).__name__
         else:
@@ -168,14 +181,35 @@ def _report(cluster: Cluster, timeout_s: float, trouble: str) -> None:
                 raise UserError(answer["error"])
             if "go" in answer:
                 return
-            failure = "the connection was closed without an answer"
+            failure = (
+                f"another program listens there, as it answers {line[:40]!r}: choose another MASTER_PORT on all nodes"
+                if line
+                else "the connection was closed without an answer"
+            )
+        remind()
         time.sleep(min(_RETRY_S, max(0.0, deadline_s - time.monotonic())))
     raise UserError(_absent(cluster, [0], f"at {cluster.coordinator_address} within {timeout_s:g} s: {failure}"))
 
 
-def _line(connection: socket.socket) -> bytes:
-    received = bytearray()
-    while not received.endswith(b"\n") and (data := connection.recv(_LONGEST_LINE)):
+def _card(cluster: Cluster, trouble: str) -> dict[str, Any]:
+    card = {"rank": cluster.process_id, "num_processes": cluster.num_processes, "host": socket.gethostname()}
+    return card | ({"trouble": trouble[:_LONGEST_TROUBLE]} if trouble else {})
+
+
+def _line(connection: socket.socket, patience_s: float, remind: Callable[[], None] = lambda: None) -> bytes:
+    """What comes until a line or the connection ends; raises TimeoutError after `patience_s` seconds."""
+    received, deadline_s = bytearray(), time.monotonic() + patience_s
+    connection.settimeout(_RETRY_S)
+    while not received.endswith(b"\n"):
+        try:
+            data = connection.recv(_LONGEST_LINE)
+        except TimeoutError:
+            if time.monotonic() >= deadline_s:
+                raise
+            remind()
+            continue
+        if not data:
+            break
         received += data
     return bytes(received)
 
@@ -197,10 +231,28 @@ def _listen(cluster: Cluster) -> socket.socket:
             ("", cluster.port), family=family, dualstack_ipv6=dual, backlog=min(cluster.num_processes, 1024)
         )
     except OSError as error:
+        _ask_twin(cluster)
         raise UserError(
             f"MASTER_PORT={cluster.port} cannot be had on this node, which has rank 0 ({error.strerror}). Choose "
             "another one, the same on all nodes, for example MASTER_PORT=29501, or end what listens there."
         ) from error
+
+
+def _ask_twin(cluster: Cluster) -> None:
+    """Is it another process of this run that has the port, as rank 0, too? Raises what that one says."""
+    answer: dict[str, Any] = {}
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", cluster.port), timeout=5) as connection:
+        connection.sendall(json.dumps(_card(cluster, "")).encode() + b"\n")
+        answer = _decode(_line(connection, 5))
+    if "error" in answer:
+        raise UserError(answer["error"])
+
+
+def _two_say(rank: int, first: str, second: str, num_processes: int) -> str:
+    return (
+        f"Two processes say that they are rank {rank}: {first} and {second}. Every node needs a RANK of its own, 0 to "
+        f"{num_processes - 1}, and one process."
+    )
 
 
 def _name(cluster: Cluster, ranks: Iterable[int]) -> str:

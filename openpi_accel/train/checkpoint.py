@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from openpi_accel.errors import UserError
+from openpi_accel.errors import UserError, is_broken_collective
 from openpi_accel.orbax_noise import keep_orbax_quiet
 from openpi_accel.train.checkpoint_tree import read_state, to_items
 from openpi_accel.train.run_folder import committed_steps, remove_leftovers
@@ -156,7 +156,8 @@ class CheckpointStore:
 
     def problem(self) -> UserError | None:
         """Why this process could not write its part of a save; nothing is waited for."""
-        return None if self._problem is None else self._save_failed(self._problem)
+        problem = None if self._problem is None else self._save_failed(self._problem)
+        return problem if isinstance(problem, UserError) else None
 
     def _failed(self, error: Exception) -> None:
         self._problem = error
@@ -203,8 +204,10 @@ class CheckpointStore:
         self._timer.committed = loop_index
         return state, position
 
-    def _save_failed(self, error: Exception) -> UserError:
-        """Frees the space of the failed save and says what is still there."""
+    def _save_failed(self, error: Exception) -> Exception:
+        """Frees the space of the failed save and says what is still there; the error itself where it is no save's."""
+        if is_broken_collective(error):
+            return error
         if jax.process_index() == 0:
             remove_leftovers(self._folder)
         steps = committed_steps(self._folder)

@@ -1,6 +1,7 @@
 """One thread beside the training: hears of other processes that end, watches slow steps and the grace of a SIGTERM."""
 
 import contextlib
+import signal
 import sys
 import threading
 import time
@@ -10,10 +11,11 @@ from typing import NoReturn, Self
 
 import jax
 
-from openpi_accel.errors import OtherProcessEnded, UserError, told
+from openpi_accel.errors import OtherProcessEnded, UserError, is_broken_collective, told
 from openpi_accel.parallel.exchange import name_ranks
 from openpi_accel.parallel.peers import Peers
 from openpi_accel.train.preemption import Preemption
+from openpi_accel.train.signals import Signals
 from openpi_accel.train.watchdog import COMPILE, END, SILENT_S, START, StepClock, complaint, is_silent, limit_s
 
 _TICK_S = 1.0
@@ -49,7 +51,10 @@ class Guard:
         self.committed: Callable[[], int | None] | None = None
         self.save_problem: Callable[[], UserError | None] = lambda: None
         self._peers, self._say = peers or Peers(), say
+        self._signals = Signals()
         self._failed_s: float | None = None
+        self._interrupted_s: float | None = None
+        self._reached_s = time.monotonic()
         self._silent: set[int] = set()
         self._told_by_others: list[tuple[str, int]] = []
         self._own_exit_code: int | None = None
@@ -59,6 +64,7 @@ class Guard:
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
 
     def __enter__(self) -> Self:
+        self._signals.start(hold_sigterm=self._peers.count == 1)
         if self._peers.count > 1:
             self._peers.post(self.clock.seat())  # from here on process 0 does not end before it
             self._last_words.start()
@@ -68,6 +74,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._signals.stop()
         several = self._peers.count > 1
         if several and isinstance(error, Exception | KeyboardInterrupt):
             self._ending.set()  # from here on this process ends in its own words; it goes on to be heard of
@@ -96,8 +103,7 @@ class Guard:
 
     def _culprit(self, error: BaseException) -> OtherProcessEnded | None:
         """The end of another process that may have caused this error: a collective fails where one of them is gone."""
-        words = f"{type(error).__name__}: {error}"
-        from_jax = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in words or "NCCL" in words
+        from_jax = isinstance(error, jax.errors.JaxRuntimeError) or is_broken_collective(error)
         if isinstance(error, UserError) or not from_jax:
             return None
         deadline_s = time.monotonic() + _CULPRIT_S
@@ -135,8 +141,10 @@ class Guard:
             try:
                 if self._peers.count > 1:
                     self._peers.post(self.clock.seat())
+                    self._reached_s = time.monotonic()
                     self._hear()
                 if not self._ending.is_set():
+                    self._look_at_signals()
                     self._look_at_grace()
                     self._look_at_step()
             except jax.errors.JaxRuntimeError:
@@ -177,6 +185,9 @@ class Guard:
             return exit_code
         if self._peers.rank != 0 and (problem := self._peers.first_is_gone()):
             why = f"rank 0 ended without a word: {problem}. The reason is in the log there, or the platform killed it"
+        elif self._peers.rank != 0 and time.monotonic() - self._reached_s > SILENT_S:
+            quiet_s = time.monotonic() - self._reached_s
+            why = f"rank 0 stands still: nothing was heard of it for {quiet_s:.0f} s. The reason is on its machine"
         elif self._silent:
             why = f"{name_ranks(sorted(self._silent))} ended without a word, and JAX ends the others; see the log there"
         else:
@@ -184,12 +195,23 @@ class Guard:
         self._say(f"error: {why}; {self.kept()}")
         return MISSED_EXIT_CODE
 
+    def _look_at_signals(self) -> None:
+        """Before training, what the main thread does may take minutes in C code and has nothing to save."""
+        come = self._signals.come()
+        if signal.SIGTERM in come:
+            self.preemption.note(signal.SIGTERM)
+        if signal.SIGINT in come and self.clock.seat().phase in (START, COMPILE):
+            self._interrupted_s = self._interrupted_s or time.monotonic()
+            if time.monotonic() - self._interrupted_s > _OWN_WORDS_S:
+                self._peers.tell_failure(f"error: rank {self._peers.rank}: interrupted", 128 + signal.SIGINT)
+                self._leave(f"interrupted; {self.kept()}", 128 + signal.SIGINT)
+
     def _look_at_grace(self) -> None:
         if self._peers.preemption_noticed():
             self.preemption.notice()
         if not self.preemption.noticed:
             return
-        if self._peers.count > 1 and self.clock.seat().phase in (START, COMPILE):
+        if self.clock.seat().phase in (START, COMPILE):
             why = "SIGTERM before training began, so there is nothing to save"
         elif self.preemption.left_s() <= 0:
             phase = self.clock.seat().phase

@@ -1,10 +1,12 @@
 """One process of the checks before training, started by the tests: python -m tests.distributed.startup_worker FOLDER.
 
-They pass, then rank 1 alone makes a mistake (with a second argument), or a state of 400 PB is asked for.
+They pass, then rank 1 alone makes a mistake (with a second argument), or a state of 400 PB is asked for. With
+"readonly" as the second argument rank 1 cannot write.
 """
 
 import os
 import pathlib
+import resource
 import sys
 
 import jax
@@ -29,7 +31,10 @@ def main() -> None:
     data = DataConfig(repo_id="a/b", path=str(base))
     check_start(TrainConfig(name="toy", data=data, checkpoint_base_dir=str(base)), Acceleration())
     check_same({"long": "x" * 10_000})
-    check_shared_storage(base, timeout_s=60)
+    readonly = sys.argv[2:] == ["readonly"]
+    if readonly and jax.process_index() == 1:  # for root permissions are none
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    check_shared_storage(base, timeout_s=1 if readonly else 60)
     assert _check_space(base, 1) == ""
     print("passed", flush=True)
     if len(sys.argv) > 2:

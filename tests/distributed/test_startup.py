@@ -68,6 +68,14 @@ def test_a_folder_that_cannot_be_used_stops_both(tmp_path: pathlib.Path) -> None
         assert "Rank 0 cannot use the checkpoint folder" in output
 
 
+def test_a_folder_that_only_rank_0_can_write_to_stops_both(tmp_path: pathlib.Path) -> None:
+    worker = ("-m", "tests.distributed.startup_worker", tmp_path, "readonly")
+    for output in outputs_of_refused(*(start(*worker, env=env) for env in cluster_of_two())):
+        assert "but not every process can write to what rank 0 makes there:\n    rank 1, " in output
+        assert "rank 0, " not in output and "the same user" in output
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_mistake_of_one_node_stops_both(tmp_path: pathlib.Path) -> None:
     worker = ("-m", "tests.distributed.startup_worker", tmp_path, "mistake")
     outputs = outputs_of_refused(*(start(*worker, env=env) for env in cluster_of_two()))

@@ -220,3 +220,15 @@ def test_run_folder_rules(tmp_path: pathlib.Path) -> None:
 def test_a_run_stopped_before_its_first_save_starts_again(tmp_path: pathlib.Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert prepare_run_folder(tmp_path, resume=True, overwrite=False) is None
+
+
+def test_a_lost_process_is_not_told_as_a_full_disk(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+
+    def lost(*_: object, **__: object) -> None:
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
+
+    monkeypatch.setattr(store._manager, "save", lost)
+    with pytest.raises(ValueError, match="closed by peer") as caught:  # which the guard explains
+        store.save(3, a_state(), Position(next_sample=0))
+    assert not isinstance(caught.value, UserError)

@@ -1,5 +1,8 @@
 """The thread beside the training, with a stand-in for JAX's store."""
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from openpi_accel.train import guard as guard_module
 from openpi_accel.train.guard import MISSED_EXIT_CODE, Guard
 from openpi_accel.train.preemption import Preemption
 from openpi_accel.train.watchdog import END, STEP
+from tests.conftest import REPO
 
 
 class Store:
@@ -255,3 +259,49 @@ def test_a_store_that_does_not_answer_for_a_while_does_not_silence_the_guard(
             assert failed.wait(60)
         second.tell_failure("error: rank 1: KeyError: 'x'", 1)
         assert first.left.wait(60) and first.exit_code == 1
+
+
+def test_a_rank_0_that_stands_still_is_told_apart_from_one_that_is_gone(
+    members: tuple[Member, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    with Guard(peers=members[1], say=said.append):
+        stalled = threading.Event()
+        monkeypatch.setattr(members[1], "post", lambda _: stalled.wait(60))  # as a call to a stopped process
+        time.sleep(1.5)
+        assert members[1].speak() == MISSED_EXIT_CODE
+        stalled.set()
+    assert said[-1].startswith("error: rank 0 stands still: nothing was heard of it for ")
+
+
+COMPILING = """
+import hashlib, sys
+from openpi_accel.train.guard import Guard
+from openpi_accel.train.preemption import Preemption
+with Guard(Preemption(30, 75)):
+    print("compiling", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 10**9)  # C code that no signal interrupts, as the compiler
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (signal.SIGTERM, 75, "SIGTERM before training began, so there is nothing to save; "),
+        (signal.SIGINT, 130, "interrupted; "),
+    ],
+)
+def test_a_signal_while_the_step_is_compiled_is_obeyed_with_a_word(number: int, code: int, words: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMPILING], cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "compiling\n"
+        process.send_signal(number)
+        assert (
+            process.communicate(timeout=60)[1]
+            == words + "nothing was trained, and checkpoints from before stay as they are\n"
+        )
+        assert process.returncode == code
+    finally:
+        process.kill()

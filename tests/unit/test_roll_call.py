@@ -171,3 +171,38 @@ def test_it_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     roll.start("0", 0, timeout_s=60)
     roll.start("1", 1, timeout_s=60, trouble="no dataset")
     assert all("no dataset" in (message or "") for message in roll.join().values()) and len(roll.outcomes) == 2
+
+
+def test_a_second_rank_0_is_turned_away_and_the_first_goes_on() -> None:
+    roll = Roll()
+    roll.start("first", 0, size=2)
+    roll.connect().close()
+    roll.start("twin", 0, size=2)
+    while "twin" not in roll.outcomes:
+        time.sleep(0.01)
+    roll.start("other", 1, size=2)
+    outcomes = roll.join()
+    assert "Two processes say that they are rank 0" in str(outcomes.pop("twin"))
+    assert outcomes == {"first": None, "other": None}
+    assert any(line.startswith("warning: Two processes say that they are rank 0") for line in roll.said)
+
+
+def test_who_waits_for_rank_0_says_so_and_what_it_hears() -> None:
+    roll = Roll()
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):  # closed at the end
+            while True:
+                connection, _ = listener.accept()
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", roll.port)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        roll.start("other", 1, size=2, timeout_s=2)
+        (outcome,) = roll.join().values()
+        listener.shutdown(socket.SHUT_RDWR)
+    found = "another program listens there, as it answers b'HTTP/1.1 400"
+    assert found in str(outcome) and "choose another MASTER_PORT on all nodes" in str(outcome)
+    assert any(line.startswith("waiting for rank 0 at 127.0.0.1:") and found in line for line in roll.said)

@@ -22,6 +22,14 @@ def test_a_folder_that_rank_0_cannot_use_is_its_own_message() -> None:
     assert text.startswith("Rank 0 cannot use") and "rank 1" not in text
 
 
+def test_a_folder_that_others_only_see_is_its_own_message() -> None:
+    refused = view("it cannot be written to (Permission denied)", "b")
+    text = complaint({0: view("", "a"), 1: refused, 2: view("", "c")}, 60)
+    assert "The checkpoint folder is shared" in text and "\n    rank 1, b:/ckpt: it cannot be written to" in text
+    assert "the same user" in text and "rank 2" not in text
+    assert "was not seen" in complaint({0: view("", "a"), 1: refused, 2: view("no file", "c")}, 60)
+
+
 def test_one_process_touches_nothing(tmp_path: pathlib.Path) -> None:
     check_shared_storage(tmp_path / "checkpoints", 0)
     assert list(tmp_path.iterdir()) == []
