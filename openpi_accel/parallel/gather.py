@@ -72,10 +72,8 @@ def _to_all(tokens: jax.Array, rows: jax.Array, everywhere: NamedSharding) -> tu
     names = jax.lax.bitcast_convert_type(tokens.astype(jnp.int32), word).reshape(*tokens.shape, -1)
     message = jnp.concatenate([jax.lax.bitcast_convert_type(rows, word), names], axis=-1)
     message = jax.lax.with_sharding_constraint(message, everywhere)
-    names = message[..., width:] if word == jnp.uint16 else message[..., width]
-    return jax.lax.bitcast_convert_type(names, jnp.int32), jax.lax.bitcast_convert_type(
-        message[..., :width], rows.dtype
-    )
+    rows, names = jax.lax.bitcast_convert_type(message[..., :width], rows.dtype), message[..., width:]
+    return jax.lax.bitcast_convert_type(names if word == jnp.uint16 else names[..., 0], jnp.int32), rows
 
 
 look_up.defvjp(_look_up_fwd, _look_up_bwd)
