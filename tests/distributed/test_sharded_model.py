@@ -7,6 +7,7 @@ import math
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +15,13 @@ import numpy as np
 import pytest
 
 from openpi_accel import tree
+from openpi_accel.models.ops import look_up as plain_look_up
 from openpi_accel.parallel.collectives import Collective, read_collectives
+from openpi_accel.parallel.gather import ShardedLookUp
+from openpi_accel.parallel.mesh import make_mesh
+from openpi_accel.parallel.sharding import batch_sharding
 from openpi_accel.tools.scaling.traffic import step_transfers
-from tests.conftest import REPO
+from tests.conftest import NUM_CPU_DEVICES, REPO
 from tests.distributed.sharded_step import MIN_NUM_ELEMENTS, StepResult, run_step
 from tests.distributed.test_devices import cluster_of_two
 
@@ -222,3 +227,20 @@ def test_two_processes_compute_what_one_does(tmp_path: pathlib.Path) -> None:
         with np.load(tmp_path / f"{rank}.npz") as file:
             got = dict(file)
         assert_same(float(got.pop("loss")), float(got.pop("grad_norm")), got, step_of((1, 1)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_and_tokens_arrive_as_they_were_sent(dtype: str) -> None:
+    """The table's gradient by rows, on eight devices, against indexing on one; tokens that fill more than two bytes."""
+    table = jax.random.normal(jax.random.key(0), (70_000, 8), dtype)
+    tokens = jax.random.randint(jax.random.key(1), (8, 3), 0, 70_000)
+    weights = jax.random.normal(jax.random.key(2), (8, 3, 8), dtype)
+    mesh = make_mesh(1)
+    assert mesh.size == NUM_CPU_DEVICES
+    sharded = ShardedLookUp(mesh=mesh, path="table")
+
+    def grad(look_up: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return jax.jit(jax.grad(lambda table, tokens, weights: (look_up(table, tokens) * weights).sum()))
+
+    split = jax.device_put((tokens, weights), batch_sharding(mesh))
+    np.testing.assert_array_equal(grad(sharded)(table, *split), grad(plain_look_up)(table, tokens, weights))
