@@ -24,7 +24,7 @@ import jax
 from openpi_accel.config.command_line import parse_train_config
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.tools import ablate
-from openpi_accel.tools.trace_table import kernel_rows, time_by_kind
+from openpi_accel.tools.trace_table import describe
 
 
 def main() -> None:
@@ -57,9 +57,8 @@ def main() -> None:
     )
     if own.trace is not None:
         folder = pathlib.Path(own.trace)
-        rows = kernel_rows(folder)
-        for kind, ms in time_by_kind(rows, gzip.decompress((folder / HLO_FILE).read_bytes()).decode()).items():
-            print(f"{ms / TRACED_STEPS:9.1f} ms  {kind}", file=sys.stderr)
+        hlo = gzip.decompress((folder / HLO_FILE).read_bytes()).decode()
+        print("\n".join(describe(folder, hlo, TRACED_STEPS)), file=sys.stderr)
     if own.log is not None:
         own.log.parent.mkdir(parents=True, exist_ok=True)
         own.log.write_text("".join(f"{json.dumps(row)}\n" for row in result.log))

@@ -1,4 +1,7 @@
-"""Times writing and reading a checkpoint: python scripts/bench_checkpoint.py CONFIG [--folder DIR] [train options]"""
+"""Times writing and reading a checkpoint.
+
+python scripts/bench_checkpoint.py CONFIG [--folder DIR] [--whole] [--saves N] [train options]
+"""
 
 import sys
 

@@ -20,13 +20,17 @@ SHARED = REPO.parent / "shared"
 DATA = REPO / "tests" / "data"
 _COMPILED_PREFIX = "openpi-tests-compiled-"
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # inherited by the processes that tests start
+# What one test has compiled, no other process of this run compiles again; for the environments of the processes that
+# tests start, too.
+COMPILED = pathlib.Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.mkdtemp(prefix=_COMPILED_PREFIX))
+COMPILING = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+}
+os.environ.update(COMPILING)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
-# What one test has compiled, no other process of this run compiles again: the folder's name is handed on to them.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix=_COMPILED_PREFIX)
-COMPILED = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_threefry_partitionable", True)  # the random streams that upstream's numbers rest on

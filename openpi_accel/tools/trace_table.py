@@ -10,6 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
+_COMMUNICATION = "nccl"
 _COMPUTATION = re.compile(r"^%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\(")
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
@@ -17,8 +18,47 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OF_THE_STEP = re.compile(r"^jit\(step\)/[^/(]+$")  # outside the loss: optimizer, averages, norms
 
 
+def describe(trace_dir: pathlib.Path, hlo: str, num_steps: int) -> list[str]:
+    """Lines for people: what the first GPU does in a step and for how long, of a trace of so many."""
+    lines = [f"{ms / num_steps:9.1f} ms  {kind}" for kind, ms in time_by_kind(kernel_rows(trace_dir), hlo).items()]
+    sending, alone = communication_ms(trace_dir)
+    return [*lines, f"{alone / num_steps:9.1f} ms  of communication with nothing beside it"] if sending else lines
+
+
 def kernel_rows(trace_dir: pathlib.Path) -> list[Row]:
     """Kernels of the first GPU, longest first: name, op (of the compiled program), source (JAX's name), count, ms."""
+    sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    for event in _kernels(trace_dir):
+        args = event.get("args", {})
+        key = (event["name"], str(args.get("hlo_op", "")), str(args.get("tf_op", args.get("name", ""))))
+        sums[key][0] += 1
+        sums[key][1] += event["dur"] / 1000
+    rows = [
+        {"name": name, "op": op, "source": source, "count": int(count), "ms": ms}
+        for (name, op, source), (count, ms) in sums.items()
+    ]
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
+def communication_ms(trace_dir: pathlib.Path) -> tuple[float, float]:
+    """Time in which the first GPU is sending or receiving, and the part of it in which it does nothing else."""
+    kernels = _kernels(trace_dir)
+    sending = [event for event in kernels if _COMMUNICATION in event["name"]]
+    rest = [event for event in kernels if _COMMUNICATION not in event["name"]]
+    return _covered_ms(sending), _covered_ms(kernels) - _covered_ms(rest)
+
+
+def _covered_ms(events: Iterable[Row]) -> float:
+    """Length of the union of the events' intervals."""
+    covered, end = 0.0, float("-inf")
+    for start, stop in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered / 1000
+
+
+def _kernels(trace_dir: pathlib.Path) -> list[Row]:
+    """Events of the first GPU's streams, times in microseconds; none without a trace."""
     files = sorted(trace_dir.rglob("*.trace.json.gz"))
     if not files:
         return []
@@ -29,19 +69,7 @@ def kernel_rows(trace_dir: pathlib.Path) -> list[Row]:
         for e in events
         if e.get("name") == "thread_name" and e["pid"] in devices and "Stream" in str(e["args"].get("name"))
     }
-    sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0])
-    for event in events:
-        if event.get("ph") != "X" or (event.get("pid"), event.get("tid")) not in streams:
-            continue
-        args = event.get("args", {})
-        key = (event["name"], str(args.get("hlo_op", "")), str(args.get("tf_op", args.get("name", ""))))
-        sums[key][0] += 1
-        sums[key][1] += event["dur"] / 1000
-    rows = [
-        {"name": name, "op": op, "source": source, "count": int(count), "ms": ms}
-        for (name, op, source), (count, ms) in sums.items()
-    ]
-    return sorted(rows, key=lambda row: -row["ms"])
+    return [e for e in events if e.get("ph") == "X" and (e.get("pid"), e.get("tid")) in streams]
 
 
 def time_by_kind(rows: Iterable[Row], hlo: str) -> dict[str, float]:
@@ -61,6 +89,8 @@ def time_by_kind(rows: Iterable[Row], hlo: str) -> dict[str, float]:
 
 
 def _kind(kernel: str, opcodes: frozenset[str], op_name: str) -> str:
+    if _COMMUNICATION in kernel:
+        return "communication"  # beside the others, for the most part
     if re.search(r"nvjet|gemm|cutlass|xmma", kernel):
         return "products"
     if re.search(r"sdpa|fmha|cudnn", kernel):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.conftest import REPO
+from tests.conftest import COMPILING, REPO
 
 SCRIPTS = sorted(path.name for path in (REPO / "scripts").glob("*.py") if path.name != "_entry.py")
 # These have no --help; with nothing to do or to look at they end by themselves.
@@ -18,7 +18,7 @@ MINUTES_S = 300  # a busy machine
 def start(script: str, *words: str, folder: pathlib.Path, python: tuple[str, ...] = (sys.executable,), **env: str):
     return subprocess.run(
         [*python, str(REPO / "scripts" / script), *words],
-        env={"PATH": os.environ["PATH"], "HOME": str(folder), "JAX_PLATFORMS": "cpu"} | env,
+        env={"PATH": os.environ["PATH"], "HOME": str(folder)} | COMPILING | env,
         cwd=folder,
         capture_output=True,
         text=True,

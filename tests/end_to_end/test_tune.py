@@ -8,27 +8,24 @@ import sys
 
 import pytest
 
-from tests.conftest import REPO
+from tests.conftest import COMPILING, REPO
 from tests.end_to_end.test_launchers import Started, assert_refused, launch, stand_in
 
 __all__ = ["stand_in"]
 MINUTES_S = 1500  # a busy machine
-# Nothing is left to search but the way layers run, so that there are two trials; compiled as fast as the CPU's compiler
-# can, for speed is no matter here.
+# Nothing is left to search but the way layers run, so that there are two trials.
 FIXED = {
     "OPENPI_SKIP_IMAGES": "auto",
     "OPENPI_FLASH_ATTN": "0",
     "OPENPI_BATCH_CAMERAS": "1",
     "OPENPI_CAST_EARLY": "0",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 }
 OPTIONS = ["--model.max-token-len", "16", "--batch-size", "4", "--num-microbatches", "1", "--fsdp-devices", "1"]
 OPTIONS += ["--remat.gemma", "full", "--remat.siglip", "full", "--steps", "1"]
 
 
 def tune(out: pathlib.Path, *extra: str) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": os.environ["PATH"], "HOME": str(out.parent), "JAX_PLATFORMS": "cpu"} | FIXED
-    env["JAX_COMPILATION_CACHE_DIR"] = str(out.parent / "cache")
+    env = {"PATH": os.environ["PATH"], "HOME": str(out.parent)} | COMPILING | FIXED
     command = [sys.executable, REPO / "scripts" / "tune.py", "pi05_demo", *OPTIONS, "--out", out, *extra]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=MINUTES_S)
 

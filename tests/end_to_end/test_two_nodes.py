@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.conftest import REPO, as_two_nodes
+from tests.conftest import COMPILING, REPO, as_two_nodes
 from tests.distributed.test_devices import assert_close, losses
 from tests.unit import toy
 
@@ -33,7 +33,7 @@ def test_two_nodes_with_their_own_addresses_train_as_one(tmp_path: pathlib.Path)
         *("bash", str(REPO / "tests" / "end_to_end" / "two_nodes.sh"), str(tmp_path / "hosts")),
         *("bash", "run_multinode.sh", "pi05_libero"),
     ]
-    env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "JAX_PLATFORMS": "cpu", "EXP_NAME": "two"}
+    env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "EXP_NAME": "two", **COMPILING}
     env |= {
         "OPENPI_PYTHON": str(python),
         "OPENPI_DOCTOR": "0",

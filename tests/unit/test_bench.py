@@ -1,5 +1,6 @@
 """The ablation's cases, its resuming, and the sorting of kernels, without a GPU and without a model."""
 
+import gzip
 import json
 import pathlib
 import subprocess
@@ -12,7 +13,7 @@ from openpi_accel.config.flags import Acceleration
 from openpi_accel.errors import UserError
 from openpi_accel.tools import ablate
 from openpi_accel.tools.compare.runs import read_run
-from openpi_accel.tools.trace_table import time_by_kind
+from openpi_accel.tools.trace_table import describe, time_by_kind
 from tests.conftest import REPO
 
 # Stands in for scripts/bench.py: faster by 1 for each switch, and notes that it ran.
@@ -107,3 +108,30 @@ ENTRY %main (x: bf16[8]) -> bf16[8] {
         "optimizer, average, norms": 1.0,
         "unnamed": 0.5,
     }
+
+
+def test_communication_that_nothing_hides_is_told(tmp_path: pathlib.Path) -> None:
+    def kernel(name: str, start: float, ms: float, stream: int = 1, device: int = 0) -> dict[str, object]:
+        return {"ph": "X", "name": name, "pid": device, "tid": stream, "ts": 1000 * start, "dur": 1000 * ms, "args": {}}
+
+    events = [
+        *({"name": "process_name", "pid": i, "args": {"name": f"/device:GPU:{i}"}} for i in range(2)),
+        *(
+            {"name": "thread_name", "pid": i, "tid": t, "args": {"name": f"Stream #{t}"}}
+            for i in range(2)
+            for t in (1, 2)
+        ),
+        kernel("gemm_a", 0, 4),
+        kernel("ncclDevKernel_AllReduce", 3, 4, stream=2),  # 1 ms beside the first product, 1 ms beside the second
+        kernel("gemm_b", 6, 2),
+        kernel("ncclDevKernel_AllGather", 9, 2, stream=2),  # alone
+        kernel("ncclDevKernel_AllGather", 9, 50, stream=2, device=1),  # another GPU's
+    ]
+    with gzip.open(tmp_path / "host.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    lines = [line.split(maxsplit=2) for line in describe(tmp_path, "", num_steps=2)]
+    assert lines == [
+        ["3.0", "ms", "products"],
+        ["3.0", "ms", "communication"],
+        ["2.0", "ms", "of communication with nothing beside it"],
+    ]

@@ -32,7 +32,7 @@ from openpi_accel.tools.profile.report import Profile, as_json, print_profile
 from openpi_accel.tools.profile.stages import BACKWARD, FETCH, FORWARD_LOSS, OPTIMIZER, TO_DEVICE, Stages, cut_stages
 from openpi_accel.tools.profile.switches import Effect, missing_data_switches, missing_step_switches
 from openpi_accel.train.memory import step_memory
-from tests.conftest import REPO
+from tests.conftest import COMPILING, REPO
 from tests.tiny import tiny_config
 
 CONFIG = tiny_config(action_horizon=4, weight_loader=WeightLoaderConfig(), batch_size=2, freeze="vision")
@@ -248,7 +248,7 @@ def test_the_script_on_the_demo(tmp_path: pathlib.Path) -> None:
         "OPENPI_UNROLL_LAYERS": "1",
         "OPENPI_WORKER_CPU": "1",
     }
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **switches}
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **COMPILING, **switches}
     options = ["--batch-size=4", "--num-workers=1", "--repeats=1", "--steps=2", "--measure-switches", "--json"]
     options += ["--remat.gemma=dots", "--remat.siglip=dots", "--trace=trace", "--model.vision-variant=tiny"]
     options += ["--model.paligemma-variant=tiny", "--model.action-expert-variant=tiny_expert"]

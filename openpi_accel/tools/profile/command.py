@@ -25,7 +25,14 @@ from openpi_accel.parallel.sharding import batch_sharding
 from openpi_accel.tools import demo
 from openpi_accel.tools.bench import HLO_FILE, TRACED_STEPS, random_batch
 from openpi_accel.tools.profile.programs import Programs
-from openpi_accel.tools.profile.real_loop import LoopTimes, real_batches, time_loader, time_loop, time_transfer
+from openpi_accel.tools.profile.real_loop import (
+    NUM_WARMUP,
+    LoopTimes,
+    real_batches,
+    time_loader,
+    time_loop,
+    time_transfer,
+)
 from openpi_accel.tools.profile.report import Profile, as_json, print_profile
 from openpi_accel.tools.profile.sizes import memory_by_kind, traffic
 from openpi_accel.tools.profile.stages import cut_stages
@@ -36,7 +43,7 @@ from openpi_accel.tools.profile.switches import (
     missing_data_switches,
     missing_step_switches,
 )
-from openpi_accel.tools.trace_table import kernel_rows, time_by_kind
+from openpi_accel.tools.trace_table import describe
 from openpi_accel.train.memory import peak_memory_gib
 
 _OWN_OPTIONS = """Further: --random (data on the devices instead of the dataset), --repeats N (timings of each program,
@@ -171,8 +178,8 @@ def _trace(
     with gzip.open(folder / HLO_FILE, "wt") as file:
         file.write(text)
     say(f"trace: tensorboard --logdir {folder} (tab Profile), or its perfetto_trace.json.gz in Perfetto's viewer")
-    for kind, ms in time_by_kind(kernel_rows(folder), text).items():
-        say(f"{ms:9.1f} ms  {kind}")
+    for line in describe(folder, text, NUM_WARMUP + TRACED_STEPS):
+        say(line)
 
 
 def _effects(

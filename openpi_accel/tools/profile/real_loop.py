@@ -18,7 +18,7 @@ from openpi_accel.train.prefetch import DevicePrefetcher, to_devices
 NextBatch = Callable[[Callable[[], object]], tuple[Any, float]]
 """finish_step -> (batch on the devices, seconds that they waited for it); finish_step blocks until they are idle."""
 _NUM_TRANSFERS = 5
-_NUM_WARMUP = 2
+NUM_WARMUP = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,11 @@ def time_loader(data: Data | Mixture, num_batches: int) -> float:
 def time_transfer(host_batch: Any, sharding: NamedSharding) -> float:
     """Seconds that a batch takes to the devices, alone."""
     times = []
-    for _ in range(_NUM_WARMUP + _NUM_TRANSFERS):
+    for _ in range(NUM_WARMUP + _NUM_TRANSFERS):
         start = time.perf_counter()
         jax.block_until_ready(to_devices(host_batch, sharding))
         times.append(time.perf_counter() - start)
-    return median(times[_NUM_WARMUP:])
+    return median(times[NUM_WARMUP:])
 
 
 @contextlib.contextmanager
@@ -85,8 +85,8 @@ def time_loop(run_step: Callable[[Any], Any], next_batch: NextBatch, num_steps: 
             jax.block_until_ready(flight[-1])
 
     # What the loader has made ahead at the start would hide it.
-    for index in range(_NUM_WARMUP + num_steps):
-        if index == _NUM_WARMUP:
+    for index in range(NUM_WARMUP + num_steps):
+        if index == NUM_WARMUP:
             finish_step()
             wait_s, start = 0.0, time.perf_counter()
         batch, waited_s = next_batch(finish_step)
