@@ -38,10 +38,10 @@ from openpi_accel.train.metrics import MetricsWriter, WandbSettings
 from openpi_accel.train.preemption import Preemption
 from openpi_accel.train.prefetch import LoadedBatch
 from openpi_accel.train.run_folder import (
-    check_run_folder,
     committed_steps,
     discard_replaced,
     discard_start,
+    find_checkpoint,
     prepare_run_folder,
     replaced_folder,
     restore_replaced,
@@ -96,7 +96,9 @@ def _train(config: TrainConfig, acceleration: Acceleration, environment: Environ
     check_start(config, acceleration)
     folder = run_folder_of(config)
     check_shared_storage(folder.parents[1], config.shared_storage_timeout_s)
-    resume_from = check_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
+    resume_from = find_checkpoint(
+        folder, resume=config.resume, overwrite=config.overwrite, timeout_s=config.shared_storage_timeout_s
+    )
     guard.committed = lambda: resume_from
     if resume_from is not None and resume_from + 1 >= config.num_train_steps:
         say(

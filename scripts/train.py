@@ -1,6 +1,7 @@
 """Trains pi0.5 or pi0: python scripts/train.py <config> --exp-name=NAME [--options]."""
 
 import os
+import signal
 import sys
 
 import _entry
@@ -26,11 +27,16 @@ def main() -> int:
         elif error.code:
             tell_others(os.environ, "its command line was not understood; its own log says why.")
         raise
+    from openpi_accel.training_run import run_folder_of, train  # slow, or broken on one node: before the others wait
+
+    def ended(number: int, frame: object) -> None:  # a container's first process would not hear of it otherwise
+        print("SIGTERM before training began, so there is nothing to save", file=sys.stderr, flush=True)
+        sys.exit(config.preempt_exit_code)
+
+    signal.signal(signal.SIGTERM, ended)  # JAX's handler or the guard's takes its place
     initialize(os.environ)
     # Upstream's random numbers; other values of this setting give other ones.
     jax.config.update("jax_threefry_partitionable", True)
-
-    from openpi_accel.training_run import run_folder_of, train
 
     result = train(config, acceleration, Environment.from_env(os.environ))
     if jax.process_index() == 0:

@@ -15,7 +15,7 @@ START_TIMEOUT_S = 600
 # One that cannot start tries so long to say so; the others may be a little behind.
 TELL_TIMEOUT_S = 60
 # After the roll call all are there, and JAX needs a moment.
-_JOIN_TIMEOUT_S = 60
+_JOIN_TIMEOUT_S = 45
 # A process that was killed is missed after this time, and the others are ended. JAX's default is 100.
 HEARTBEAT_TIMEOUT_S = 30
 # A process that has finished waits so long for the others to finish too; after that all are ended. Process 0 has

@@ -5,6 +5,7 @@ signal's number for seconds: six, in which a thread that looks for it says why a
 runs in the handler, which is safe in any state of the program; where the thread cannot speak, the abort goes on.
 """
 
+import contextlib
 import ctypes
 import os
 import pathlib
@@ -59,7 +60,8 @@ def _handle(handler: int | None) -> int | None:
 
 
 def _is_handled() -> bool:
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) & _SIGABRT_CAUGHT)
+    with contextlib.suppress(OSError):  # no file to open is left, say
+        for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) & _SIGABRT_CAUGHT)
     return True

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -49,6 +50,16 @@ class Seat:
     silent_s: float = 0.0
 
 
+def _addresses_of(coordinator: str | None) -> list[tuple[str, int]]:
+    """The numbers behind host:port; to look them up when a machine has gone could take longer than there is time."""
+    host, _, port = (coordinator or "").rpartition(":")
+    with contextlib.suppress(OSError):
+        if host:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            return [(str(address[0]), int(port)) for *_, address in found]
+    return []
+
+
 class Peers:
     """The processes of this run; where there is one, nothing is told and nobody answers."""
 
@@ -57,6 +68,7 @@ class Peers:
         self._client = client if client is not None else distributed.global_state.client
         self.rank: int = distributed.global_state.process_id
         self.count: int = distributed.global_state.num_processes if self._client is not None else 1
+        self._first = _addresses_of(distributed.global_state.coordinator_address)
         self._posts = 0
         self._heard: dict[int, tuple[int, float]] = {}
 
@@ -85,12 +97,15 @@ class Peers:
 
     def first_is_gone(self) -> str:
         """Why process 0 is held to be gone, found without JAX; empty where its port answers."""
-        host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
-        except OSError as error:
-            return f"{host}:{port} does not answer ({str(error) or type(error).__name__})"
-        return ""
+        problem = "its name is unknown"
+        for address in self._first:
+            try:
+                socket.create_connection(address, timeout=_ANSWER_S).close()
+            except OSError as error:
+                problem = str(error) or type(error).__name__
+            else:
+                return ""
+        return f"{distributed.global_state.coordinator_address} does not answer ({problem})"
 
     def preemption_noticed(self) -> bool:
         """Whether a process of several got SIGTERM (JAX has its own handler there)."""
@@ -111,6 +126,8 @@ class Peers:
 
         The store goes with process 0, and JAX then ends the others with a message of its own; so it leaves last.
         """
+        with contextlib.suppress(ValueError):  # not the main thread, which alone hears it
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would only make it longer
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # the log may lie on a full disk
                 stream.flush()

@@ -155,9 +155,10 @@ class CheckpointStore:
             self._timer.ended()
 
     def problem(self) -> UserError | None:
-        """Why this process could not write its part of a save; nothing is waited for."""
-        problem = None if self._problem is None else self._save_failed(self._problem)
-        return problem if isinstance(problem, UserError) else None
+        """Why this process could not write its part of a save; answered from memory, as the storage may stall."""
+        if self._problem is None or is_broken_collective(self._problem):
+            return None
+        return self._not_written(self._problem, self._timer.committed)
 
     def _failed(self, error: Exception) -> None:
         self._problem = error
@@ -211,13 +212,16 @@ class CheckpointStore:
         if jax.process_index() == 0:
             remove_leftovers(self._folder)
         steps = committed_steps(self._folder)
-        if not steps:
+        return self._not_written(error, steps[-1] if steps else None)
+
+    def _not_written(self, error: Exception, committed: int | None) -> UserError:
+        if committed is None:
             return UserError(
                 f"A checkpoint could not be written to {self._folder}: {str(error)[:500]}. It would have been "
                 "the first of this run. If the disk is full, free space (df -h) or choose another "
                 "--checkpoint-base-dir, then start again."
             )
-        kept = f"The older checkpoint {self._folder / str(steps[-1])} is complete and stays"
+        kept = f"The older checkpoint {self._folder / str(committed)} is complete and stays"
         return UserError(
             f"A checkpoint could not be written to {self._folder}: {str(error)[:500]}. {kept}. If the disk is full, "
             "free space (df -h) or choose another --checkpoint-base-dir, then continue with --resume (launchers: "

@@ -34,6 +34,12 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def _is_of_jax(error: BaseException) -> bool:
+    """Whether it may come from another process that has gone: a collective fails then."""
+    from_jax = isinstance(error, jax.errors.JaxRuntimeError) or is_broken_collective(error)
+    return from_jax and not isinstance(error, UserError)
+
+
 class Guard:
     """Holds for the whole of a run, as a context; what it raises or lets through must end the process.
 
@@ -59,7 +65,7 @@ class Guard:
         self._told_by_others: list[tuple[str, int]] = []
         self._own_exit_code: int | None = None
         self._last_words = self._peers.last_words(self._speak_last)
-        self._told_s = 0.0
+        self._told_s, self._own_trouble = 0.0, ""
         self._ending, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
 
@@ -78,16 +84,24 @@ class Guard:
         several = self._peers.count > 1
         if several and isinstance(error, Exception | KeyboardInterrupt):
             self._ending.set()  # from here on this process ends in its own words; it goes on to be heard of
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and nobody can be told
+            try:
                 self._tell(error)
+            except jax.errors.JaxRuntimeError:  # process 0 is gone, and nobody can be told
+                if _is_of_jax(error):  # for that very reason, most likely
+                    self._own_exit_code = MISSED_EXIT_CODE
+                    raise OtherProcessEnded(f"rank 0 ended without a word; {self.kept()}", MISSED_EXIT_CODE) from None
             self._own_exit_code = told(error)[1]
             return
-        self._over.set()
-        self._thread.join()
         if several:
             self.clock.begin(END)
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._peers.post(self.clock.seat())  # its silence means nothing from now on
+                # JAX's own wait for the others is short, and one may have gigabytes to delete or a log to send.
+                while error is None and self._thread.is_alive() and self._others_go_on():
+                    time.sleep(_TICK_S / 5)
+        self._over.set()
+        self._thread.join()
+        if several:
             self._last_words.stop()
 
     def _tell(self, error: BaseException) -> None:
@@ -103,8 +117,7 @@ class Guard:
 
     def _culprit(self, error: BaseException) -> OtherProcessEnded | None:
         """The end of another process that may have caused this error: a collective fails where one of them is gone."""
-        from_jax = isinstance(error, jax.errors.JaxRuntimeError) or is_broken_collective(error)
-        if isinstance(error, UserError) or not from_jax:
+        if not _is_of_jax(error):
             return None
         deadline_s = time.monotonic() + _CULPRIT_S
         while time.monotonic() < deadline_s:
@@ -136,6 +149,9 @@ class Guard:
     def _silent_ranks(self) -> list[int]:
         return [rank for rank, seat in self._peers.seats().items() if is_silent(seat)]
 
+    def _others_go_on(self) -> bool:
+        return any(seat.phase != END and not is_silent(seat) for seat in self._peers.seats().values())
+
     def _watch(self) -> None:
         while not self._over.wait(_TICK_S):
             try:
@@ -149,9 +165,13 @@ class Guard:
                     self._look_at_step()
             except jax.errors.JaxRuntimeError:
                 continue  # process 0 cannot be asked now; if it is gone, JAX aborts this one (`_speak_last`)
+            except Exception as error:  # a guard that ended in silence would leave the others waiting
+                if (text := f"warning: the watch over this run: {type(error).__name__}: {error}") != self._own_trouble:
+                    self._own_trouble = text
+                    self._say(text)
 
     def _hear(self) -> None:
-        """Another process that ends takes this one along; one that falls silent is named, on rank 0."""
+        """Another process that ends takes this one along; one that falls silent is remembered, and named on rank 0."""
         if self._ending.is_set():
             return
         others = [why for rank, why in self._peers.failures().items() if rank != self._peers.rank]
@@ -165,14 +185,14 @@ class Guard:
                     self._leave(f"error: {problem}", told(problem)[1])
                 text, exit_code = others[0]
                 self._leave(self._with_kept(text), exit_code)
-        if self._peers.rank == 0:
-            silent = set(self._silent_ranks())
-            if new := sorted(silent - self._silent):
-                self._say(
-                    f"warning: nothing was heard of {name_ranks(new)} for {SILENT_S:.0f} s. If the process is gone, "
-                    f"all others will end; {self.kept()}"
-                )
-            self._silent = silent
+        silent = set(self._silent_ranks())
+        new = sorted(silent - self._silent)
+        if new and self._peers.rank == 0:
+            self._say(
+                f"warning: nothing was heard of {name_ranks(new)} for {SILENT_S:.0f} s. If the process is gone, "
+                f"all others will end; {self.kept()}"
+            )
+        self._silent = silent
 
     def _speak_last(self) -> int:
         """C++ code aborts this process, which must not ask JAX for anything any more; gives the exit code."""
@@ -183,13 +203,13 @@ class Guard:
             text, exit_code = self._told_by_others[0]
             self._say(self._with_kept(text))
             return exit_code
-        if self._peers.rank != 0 and (problem := self._peers.first_is_gone()):
+        if self._silent:  # before rank 0 is asked, which the same end may have taken along a moment ago
+            why = f"{name_ranks(sorted(self._silent))} ended without a word, and JAX ends the others; see the log there"
+        elif self._peers.rank != 0 and (problem := self._peers.first_is_gone()):
             why = f"rank 0 ended without a word: {problem}. The reason is in the log there, or the platform killed it"
         elif self._peers.rank != 0 and time.monotonic() - self._reached_s > SILENT_S:
             quiet_s = time.monotonic() - self._reached_s
             why = f"rank 0 stands still: nothing was heard of it for {quiet_s:.0f} s. The reason is on its machine"
-        elif self._silent:
-            why = f"{name_ranks(sorted(self._silent))} ended without a word, and JAX ends the others; see the log there"
         else:
             why = f"rank {self._peers.rank} was aborted by JAX or another library; its own lines above say why"
         self._say(f"error: {why}; {self.kept()}")

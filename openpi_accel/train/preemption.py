@@ -43,8 +43,8 @@ class Preemption:
         return self._exit_code if self.signal in (None, signal.SIGTERM) else 128 + self.signal
 
     def note(self, number: int) -> None:
-        """The signal has come to this process. The first one counts."""
-        self.signal = self.signal or number
+        """The signal has come to this process. The first one counts, but for SIGTERM, after which a kill will come."""
+        self.signal = number if number == signal.SIGTERM else self.signal or number
         if number == signal.SIGTERM:
             self.notice()
 

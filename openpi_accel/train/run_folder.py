@@ -1,8 +1,10 @@
 """The folder of one run, <checkpoint-base-dir>/<config>/<exp_name>: may it be used, and what does it hold."""
 
 import dataclasses
+import json
 import pathlib
 import shutil
+import time
 from typing import Any
 
 import jax
@@ -10,9 +12,11 @@ from jax.experimental import multihost_utils
 
 from openpi_accel.config.flags import Acceleration
 from openpi_accel.errors import UserError
+from openpi_accel.parallel.exchange import gather_texts, name_ranks
 
 # Where a step whose loss is not finite leaves the ids of its samples.
 NOT_FINITE = "not_finite_step_{step}.json"
+_POLL_S = 0.5
 _TEMPORARY = ".orbax-checkpoint-tmp"
 # What a run writes before its first step; metrics.jsonl is empty then.
 _OF_THE_START = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "first_batch.png"}
@@ -55,6 +59,43 @@ def check_run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -> 
             f"--checkpoint-base-dir, or leave --resume out to start a run. {_known_runs(folder)}"
         )
     return steps[-1] if resume and steps else None
+
+
+def find_checkpoint(folder: pathlib.Path, *, resume: bool, overwrite: bool, timeout_s: float) -> int | None:
+    """`check_run_folder` with one answer for all processes, which must all call this: the newest that any of them sees.
+
+    A network file system may list a folder from a cache, so that a node does not see what another one has just written;
+    each of them reads its own part of a checkpoint, and parts of two would make a state that never was.
+
+    Args:
+        timeout_s: how long a process may need to see what another one sees.
+
+    Raises:
+        UserError: as `check_run_folder`, or one of them does not see it in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        step, problem = None, ""
+        try:
+            step = check_run_folder(folder, resume=resume, overwrite=overwrite)
+        except UserError as error:
+            problem = str(error)
+        view = {"step": step, "problem": problem, "over": time.monotonic() >= deadline_s}
+        views = [json.loads(text) for text in gather_texts(json.dumps(view))]
+        seen = [view["step"] for view in views if view["step"] is not None]
+        problems = [view["problem"] for view in views if view["problem"]]
+        if problems and not seen:
+            raise UserError(problem or problems[0])
+        lacking = [rank for rank, view in enumerate(views) if seen and view["step"] != max(seen)]
+        if not lacking:
+            return step
+        if views[0]["over"]:
+            raise UserError(
+                f"{folder} holds checkpoint {max(seen)}, which {name_ranks(lacking)} did not see within {timeout_s:g} "
+                "s. --checkpoint-base-dir must be one folder on storage that all nodes share; if it is, and only slow "
+                "to show what another node wrote, start again in a minute or raise --shared-storage-timeout-s."
+            )
+        time.sleep(_POLL_S)
 
 
 def prepare_run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -> int | None:

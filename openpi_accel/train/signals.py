@@ -46,7 +46,8 @@ class Signals:
 
     def come(self) -> Set[int]:
         """The signals so far; any thread may ask."""
-        if self._ears is not None:
+        ears = self._ears  # another thread may be in `stop`
+        if ears is not None:
             with contextlib.suppress(OSError):  # nothing new, or closed in the meantime
-                self._come |= set(self._ears[0].recv(4096))
+                self._come |= set(ears[0].recv(4096))
         return self._come

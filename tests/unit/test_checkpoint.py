@@ -232,3 +232,19 @@ def test_a_lost_process_is_not_told_as_a_full_disk(tmp_path: pathlib.Path, monke
     with pytest.raises(ValueError, match="closed by peer") as caught:  # which the guard explains
         store.save(3, a_state(), Position(next_sample=0))
     assert not isinstance(caught.value, UserError)
+
+
+def test_what_went_wrong_is_told_without_asking_the_storage_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread asks, and the storage that has just failed may never answer."""
+    store = CheckpointStore(tmp_path)
+    store.save(3, a_state(), Position(next_sample=0))
+    store.wait()
+    store._failed(OSError(5, "Input/output error"))
+    monkeypatch.setattr("openpi_accel.train.checkpoint.committed_steps", None)
+    monkeypatch.setattr("openpi_accel.train.checkpoint.remove_leftovers", None)
+    told = str(store.problem())
+    assert "Input/output error" in told and f"checkpoint {tmp_path / '3'} is complete" in told
+    store._failed(ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"))
+    assert store.problem() is None  # the guard finds out who has gone

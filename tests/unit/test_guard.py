@@ -306,3 +306,51 @@ def test_a_signal_while_the_step_is_compiled_is_obeyed_with_a_word(number: int, 
         assert process.returncode == code
     finally:
         process.kill()
+
+
+def test_a_finished_process_waits_for_one_that_still_closes(members: tuple[Member, Member]) -> None:
+    """JAX's own wait is a minute, and then it ends all with an abort."""
+    first, second = members
+    closing = threading.Event()
+
+    def slow() -> None:
+        with Guard(peers=first, say=lambda _: None):
+            closing.wait(60)
+
+    other = threading.Thread(target=slow)
+    other.start()
+    until(lambda: 0 in second.seats())
+    with Guard(peers=second, say=lambda _: None):
+        threading.Timer(1.5, closing.set).start()  # longer than silence would be allowed to last
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s > 1.4 and closing.is_set()
+    other.join(60)
+    assert not other.is_alive()
+
+
+def test_a_collective_that_fails_when_rank_0_has_gone_is_not_ones_own_fault(members: tuple[Member, Member]) -> None:
+    watching = Guard(peers=members[1], say=lambda _: None)
+    watching.committed = lambda: 7
+    with pytest.raises(OtherProcessEnded, match="rank 0 ended without a word; checkpoint 7 is complete") as caught:
+        watching.__enter__()
+        broken = ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
+        with mock.patch.object(Member, "failures", side_effect=jax.errors.JaxRuntimeError("UNAVAILABLE")):
+            watching.__exit__(ValueError, broken, None)
+    assert caught.value.exit_code == MISSED_EXIT_CODE and watching._speak_last() == MISSED_EXIT_CODE
+
+
+def test_the_guard_outlives_an_error_of_its_own(members: tuple[Member, Member]) -> None:
+    said: list[str] = []
+    watching = Guard(peers=members[0], say=said.append)
+    watching.save_problem = mock.Mock(side_effect=[OSError(116, "Stale file handle")] * 5 + [None] * 10**6)
+    with watching:
+        until(lambda: watching.save_problem.call_count > 8)  # type: ignore[attr-defined]
+    assert said == ["warning: the watch over this run: OSError: [Errno 116] Stale file handle"]
+
+
+def test_the_last_words_name_who_was_silent_even_where_rank_0_has_left_since(members: tuple[Member, Member]) -> None:
+    said: list[str] = []
+    watching = Guard(peers=members[1], say=said.append)
+    watching._silent, members[1].gone = {3}, "Connection refused"
+    assert watching._speak_last() == MISSED_EXIT_CODE
+    assert said[0].startswith("error: rank 3 ended without a word, and JAX ends the others")

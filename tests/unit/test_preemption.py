@@ -50,3 +50,14 @@ def test_ctrl_c_has_no_grace() -> None:
     preemption.note(signal.SIGINT)
     assert preemption.exit_code == 130 and preemption.left_s() == math.inf
     assert preemption.too_late_to_save(1e9) == ""
+
+
+def test_sigterm_after_ctrl_c_counts() -> None:
+    """Some schedulers send both; the kill follows SIGTERM."""
+    preemption = Preemption(20, 75, Clock())
+    preemption.note(signal.SIGINT)
+    preemption.note(signal.SIGTERM)
+    assert preemption.exit_code == 75 and preemption.left_s() < 20
+    assert "none was begun" in preemption.too_late_to_save(1e9)
+    preemption.note(signal.SIGINT)
+    assert preemption.exit_code == 75

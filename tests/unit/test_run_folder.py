@@ -1,15 +1,19 @@
 """A run that is overwritten is lost only once the new one is under way."""
 
+import json
 import pathlib
 import shutil
+import threading
 
 import pytest
 
 from openpi_accel.errors import UserError
+from openpi_accel.train import run_folder as module
 from openpi_accel.train.run_folder import (
     check_run_folder,
     discard_replaced,
     discard_start,
+    find_checkpoint,
     prepare_run_folder,
     replaced_folder,
     restore_replaced,
@@ -88,3 +92,46 @@ def test_it_is_gone_once_the_new_one_is_under_way(tmp_path: pathlib.Path) -> Non
     discard_replaced(run)
     assert not restore_replaced(run) and [path.name for path in tmp_path.iterdir()] == ["run"]
     assert list(run.iterdir()) == []
+
+
+def as_rank_1(monkeypatch: pytest.MonkeyPatch, first: dict[str, object]) -> None:
+    """This process is the second of two; the first one says `first`, its time up after three looks."""
+    looks = iter(range(10**6))
+
+    def gather_texts(text: str) -> list[str]:
+        return [json.dumps({"problem": "", "over": next(looks) >= 3} | first), text]
+
+    monkeypatch.setattr(module, "gather_texts", gather_texts)
+    monkeypatch.setattr(module, "_POLL_S", 0.05)
+
+
+def test_a_checkpoint_that_this_node_sees_late_is_waited_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with_checkpoint(tmp_path / "run", 5)
+    as_rank_1(monkeypatch, {"step": 11, "over": False})
+    threading.Timer(0.3, run_with_checkpoint, (run, 11)).start()
+    assert find_checkpoint(run, resume=True, overwrite=False, timeout_s=60) == 11
+
+
+def test_two_nodes_never_go_on_from_different_checkpoints(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with_checkpoint(tmp_path / "run", 5)
+    as_rank_1(monkeypatch, {"step": 11})
+    with pytest.raises(UserError, match=r"holds checkpoint 11, which rank 1 did not see .*one folder on storage"):
+        find_checkpoint(run, resume=True, overwrite=False, timeout_s=60)
+    as_rank_1(monkeypatch, {"step": 3})  # the stale listing is the other's
+    with pytest.raises(UserError, match="holds checkpoint 5, which rank 0 did not see"):
+        find_checkpoint(run, resume=True, overwrite=False, timeout_s=60)
+    as_rank_1(monkeypatch, {"step": None, "problem": "nothing to resume"})
+    with pytest.raises(UserError, match="holds checkpoint 5, which rank 0 did not see"):
+        find_checkpoint(run, resume=True, overwrite=False, timeout_s=60)
+
+
+def test_a_mistake_that_all_see_is_told_at_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank_1(monkeypatch, {"step": None, "problem": "rank 0 has no such run either"})
+    with pytest.raises(UserError, match="there is nothing to resume"):
+        find_checkpoint(tmp_path / "run", resume=True, overwrite=False, timeout_s=60)
+    monkeypatch.undo()
+    assert find_checkpoint(tmp_path / "run", resume=False, overwrite=False, timeout_s=0) is None
