@@ -5,6 +5,7 @@ shared memory that has no name and is used again once nothing refers to the batc
 """
 
 import concurrent.futures
+import contextlib
 import mmap
 import os
 import pickle
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -24,6 +26,9 @@ from openpi_accel.data import now_reading
 from openpi_accel.data.worker import receive, send
 from openpi_accel.data.worker_env import worker_cores, worker_environment
 from openpi_accel.errors import UserError
+
+# A process that was killed is gone at once, unless the kernel holds it.
+_END_S = 5.0
 
 type LoadBatch[T] = Callable[[np.ndarray], T]
 
@@ -98,12 +103,17 @@ class ProcessPool[T]:
         return self._executor.submit(self._load, rows)
 
     def close(self) -> None:
-        """See WorkerPool. Workers hold nothing that would have to be saved, so they are killed."""
+        """See WorkerPool. Workers hold nothing that would have to be saved, so they are killed.
+
+        One inside a call to storage that does not return ends only with that call, and is not waited for.
+        """
         for process in self._processes:
-            process.popen.kill()
+            process.give_up()
         self._executor.shutdown(wait=True, cancel_futures=True)
+        deadline_s = time.monotonic() + _END_S
         for process in self._processes:
-            process.popen.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.popen.wait(max(0.0, deadline_s - time.monotonic()))
             process.channel.close()
 
     def _load(self, rows: np.ndarray) -> T:
@@ -163,7 +173,7 @@ class _Process:
                 process_group=0,  # a Ctrl-C on the terminal reaches the trainer alone, which closes the pool
             )
         os.close(self._note)
-        self._ready = False
+        self._ready = self._given_up = False
         self._known: set[int] = set()
 
     def load(self, payload: bytes, buffer: _Buffer, rows: np.ndarray) -> tuple[bytes, list[tuple[int, int]]]:
@@ -180,6 +190,13 @@ class _Process:
         self._known.add(buffer.number)
         return meta, places
 
+    def give_up(self) -> None:
+        """Kills it, and waits for its answer no longer."""
+        self._given_up = True
+        self.popen.kill()
+        with contextlib.suppress(OSError):  # closed from there already
+            self.channel.shutdown(socket.SHUT_RDWR)
+
     def _ask(self, message: Any, files: tuple[int, ...] = ()) -> Any:
         try:
             send(self.channel, message, files)
@@ -194,11 +211,13 @@ class _Process:
         return content
 
     def _death(self) -> WorkerDied:
+        if self._given_up:
+            return WorkerDied(f"data worker {self.number} was ended")
         try:
             code = self.popen.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self.popen.kill()
-            code = self.popen.wait()
+            code = -signal.SIGKILL
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         hint = (
             " SIGKILL is usually the kernel's answer to a full memory (see dmesg): lower --num-workers or "

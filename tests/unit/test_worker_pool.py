@@ -192,6 +192,27 @@ def test_closing_does_not_wait_for_a_worker_that_hangs(caplog):
         future.result(timeout=1)
 
 
+def test_closing_does_not_wait_for_a_worker_that_the_kernel_holds(monkeypatch):
+    """In a call to storage that does not return not even SIGKILL ends a process."""
+    monkeypatch.setattr("openpi_accel.data.worker_pool._END_S", 0.5)
+    pool = ProcessPool(misbehave, 1)
+    future = pool.submit(np.array([6]))
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.5)
+    popen = pool._processes[0].popen
+    popen.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, popen.pid, os.WSTOPPED)
+    with monkeypatch.context() as held:
+        held.setattr(popen, "kill", lambda: None)
+        start = time.perf_counter()
+        pool.close()
+        assert time.perf_counter() - start < 5 and is_alive(popen.pid)
+    popen.kill()
+    popen.wait(10)
+    with pytest.raises(WorkerDied, match="was ended"):
+        future.result(timeout=1)
+
+
 def test_a_slow_batch_is_named(caplog):
     def slow(rows):
         time.sleep(0.3)
