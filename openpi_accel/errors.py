@@ -31,6 +31,11 @@ def is_broken_collective(error: BaseException) -> bool:
     return "Gloo" in str(error) or "NCCL" in str(error)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no memory left, in the words of XLA's allocators."""
+    return "Out of memory while trying to allocate" in str(error) or "Out of memory allocating" in str(error)
+
+
 def told(error: BaseException) -> tuple[str | None, int]:
     """(one message, exit code) of an error; no message where only a traceback helps.
 
@@ -43,6 +48,14 @@ def told(error: BaseException) -> tuple[str | None, int]:
     if isinstance(error, OSError) and error.errno in _MENDABLE and error.filename is not None:
         return (
             f"error: {error.filename}: {error.strerror}. Choose another folder, or mend its permissions or space.",
+            2,
+        )
+    if is_out_of_memory(error):
+        return (
+            f"error: a device's memory is full ({str(error).splitlines()[0][:300]}). A step that fits by its size may "
+            "not where what is free lies in pieces, or another program holds some of it (nvidia-smi). Give a smaller "
+            "--batch-size, --num-microbatches 2, or --fsdp-devices with several devices; python scripts/plan.py says "
+            "what fits.",
             2,
         )
     if isinstance(error, KeyboardInterrupt):

@@ -11,7 +11,7 @@ from typing import NoReturn, Self
 
 import jax
 
-from openpi_accel.errors import OtherProcessEnded, UserError, is_broken_collective, told
+from openpi_accel.errors import OtherProcessEnded, UserError, is_broken_collective, is_out_of_memory, told
 from openpi_accel.parallel.exchange import name_ranks
 from openpi_accel.parallel.peers import Peers
 from openpi_accel.train.preemption import Preemption
@@ -37,7 +37,7 @@ def _say(text: str) -> None:
 def _is_of_jax(error: BaseException) -> bool:
     """Whether it may come from another process that has gone: a collective fails then."""
     from_jax = isinstance(error, jax.errors.JaxRuntimeError) or is_broken_collective(error)
-    return from_jax and not isinstance(error, UserError)
+    return from_jax and not isinstance(error, UserError) and not is_out_of_memory(error)
 
 
 class Guard:

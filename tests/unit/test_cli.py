@@ -2,6 +2,7 @@
 
 import errno
 
+import jax
 import pytest
 
 from openpi_accel import cli
@@ -27,6 +28,14 @@ def test_a_users_mistake_is_one_message(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_path_that_cannot_be_used_is_named(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert _exit(OSError(number, "no", "some/folder")) == 2
     assert "some/folder" in capsys.readouterr().err
+
+
+def test_a_full_device_is_told_with_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 75.38GiB with allocator GPU_0_bfc on device 0."
+    assert _exit(jax.errors.JaxRuntimeError(f"{words}\n[more]")) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: a device's memory is full ({words})") and "--num-microbatches 2" in shown
+    assert "Traceback" not in shown and "[more]" not in shown
 
 
 def test_a_fault_of_the_program_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:

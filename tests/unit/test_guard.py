@@ -127,6 +127,15 @@ def test_ones_own_fault_stays_ones_own(members: tuple[Member, Member]) -> None:
     assert members[1].failures() == {0: ("error: rank 0: KeyError: 'x'", 1)}
 
 
+def test_a_full_device_is_no_other_process_s_fault(members: tuple[Member, Member]) -> None:
+    members[1].tell_failure("error: rank 1: the disk is full", 2)
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1GiB")
+    with pytest.raises(jax.errors.JaxRuntimeError), Guard(peers=members[0], say=lambda _: None):
+        raise full
+    text, code = members[1].failures()[0]
+    assert code == 2 and text.startswith("error: rank 0: a device's memory is full")
+
+
 def test_silence_is_told_and_ends_nobody(members: tuple[Member, Member]) -> None:
     first, second = members
     said: list[str] = []
