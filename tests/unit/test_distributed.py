@@ -35,7 +35,7 @@ def test_jax_is_told_everything(started: list[dict[str, object]]) -> None:
             "num_processes": 2,
             "process_id": 1,
             "cluster_detection_method": "deactivate",
-            "initialization_timeout": 60,
+            "initialization_timeout": 45,
             "heartbeat_timeout_seconds": 30,
             "shutdown_timeout_seconds": 60,
         },
