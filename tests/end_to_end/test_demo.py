@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from tests.conftest import COMPILING, REPO
+from tests.conftest import COMPILING, QUICK, REPO
 
 
 def demo(folder: pathlib.Path, *options: str, script: str = "demo.py") -> subprocess.CompletedProcess[str]:
-    env = {"PATH": os.environ["PATH"], "HOME": str(folder), **COMPILING}
+    env = {"PATH": os.environ["PATH"], "HOME": str(folder), **COMPILING, **QUICK}
     return subprocess.run(
         [sys.executable, str(REPO / "scripts" / script), *options], env=env, capture_output=True, text=True, cwd=folder
     )

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.conftest import COMPILING, REPO
+from tests.conftest import COMPILING, QUICK, REPO
 from tests.end_to_end.test_launchers import Started, assert_refused, launch, stand_in
 
 __all__ = ["stand_in"]
@@ -25,7 +25,7 @@ OPTIONS += ["--remat.gemma", "full", "--remat.siglip", "full", "--steps", "1"]
 
 
 def tune(out: pathlib.Path, *extra: str) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": os.environ["PATH"], "HOME": str(out.parent)} | COMPILING | FIXED
+    env = {"PATH": os.environ["PATH"], "HOME": str(out.parent)} | COMPILING | QUICK | FIXED
     command = [sys.executable, REPO / "scripts" / "tune.py", "pi05_demo", *OPTIONS, "--out", out, *extra]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=MINUTES_S)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from openpi_accel.errors import UserError
 from openpi_accel.tools import ablate
 from openpi_accel.tools.compare.runs import read_run
 from openpi_accel.tools.trace_table import describe, time_by_kind
-from tests.conftest import REPO
+from tests.conftest import QUICK, REPO
 
 # Stands in for scripts/bench.py: faster by 1 for each switch, and notes that it ran.
 BENCH = """
@@ -65,7 +66,8 @@ def test_the_losses_of_a_benchmark_can_be_compared(tmp_path: pathlib.Path) -> No
     log = tmp_path / "off.jsonl"
     script = str(REPO / "scripts" / "bench.py")
     options = ["--model.max-token-len=8", "--batch-size=2", "--steps=1", f"--log={log}"]
-    done = subprocess.run([sys.executable, script, "pi05_demo", *options], capture_output=True, text=True, check=True)
+    command = [sys.executable, script, "pi05_demo", *options]
+    done = subprocess.run(command, env=os.environ | QUICK, capture_output=True, text=True, check=True)
     result, run = json.loads(done.stdout), read_run(log)
     assert run.steps == [0, 1, 2, 3] and run.series("loss")[1][3] == result["losses"][1]
     assert {"grad_norm", "param_norm", "learning_rate"} <= set(run.rows[0]) and "log" not in result
