@@ -68,7 +68,7 @@ class Peers:
         self._client = client if client is not None else distributed.global_state.client
         self.rank: int = distributed.global_state.process_id
         self.count: int = distributed.global_state.num_processes if self._client is not None else 1
-        self._first = _addresses_of(distributed.global_state.coordinator_address)
+        self._first: list[tuple[str, int]] = []
         self._posts = 0
         self._heard: dict[int, tuple[int, float]] = {}
 
@@ -96,8 +96,8 @@ class Peers:
         return {rank: (text, code) for rank, (text, code) in sorted(self._all(_FAILURES).items())}
 
     def first_is_gone(self) -> str:
-        """Why process 0 is held to be gone, found without JAX; empty where its port answers."""
-        problem = "its name is unknown"
+        """Why process 0 is held to be gone, found without JAX; empty where its port answers or its name is unknown."""
+        problem = ""
         for address in self._first:
             try:
                 socket.create_connection(address, timeout=_ANSWER_S).close()
@@ -105,7 +105,7 @@ class Peers:
                 problem = str(error) or type(error).__name__
             else:
                 return ""
-        return f"{distributed.global_state.coordinator_address} does not answer ({problem})"
+        return problem and f"{distributed.global_state.coordinator_address} does not answer ({problem})"
 
     def preemption_noticed(self) -> bool:
         """Whether a process of several got SIGTERM (JAX has its own handler there)."""
@@ -119,6 +119,7 @@ class Peers:
 
     def last_words(self, speak: Callable[[], int]) -> LastWords:
         """What tells an abort of this process, not yet started."""
+        self._first = _addresses_of(distributed.global_state.coordinator_address)  # for `first_is_gone`
         return LastWords(speak)
 
     def leave(self, exit_code: int, linger_s: float = LINGER_S) -> NoReturn:

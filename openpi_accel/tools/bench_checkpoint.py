@@ -96,7 +96,7 @@ def _measure(state: TrainState, num_saves: int, folder: pathlib.Path) -> dict[st
     return {
         "num_params": sum(leaf.size for leaf in expected.values()),
         "bytes_on_disk": on_disk,
-        "saves": saves,  # training stands still for blocked_s; the first takes memory that the later ones have
+        "saves": saves,  # training stands still for blocked_s
         "load_s": load_s,
         "equal": all(bool(jnp.array_equal(expected[path], read[path])) for path in expected),
         "devices": jax.device_count(),

@@ -5,7 +5,7 @@ import json
 import pathlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -20,15 +20,16 @@ _OF_THE_STEP = re.compile(r"^jit\(step\)/[^/(]+$")  # outside the loss: optimize
 
 def describe(trace_dir: pathlib.Path, hlo: str, num_steps: int) -> list[str]:
     """Lines for people: what the first GPU does in a step and for how long, of a trace of so many."""
-    lines = [f"{ms / num_steps:9.1f} ms  {kind}" for kind, ms in time_by_kind(kernel_rows(trace_dir), hlo).items()]
-    sending, alone = communication_ms(trace_dir)
+    kernels = _kernels(trace_dir)
+    lines = [f"{ms / num_steps:9.1f} ms  {kind}" for kind, ms in time_by_kind(_rows(kernels), hlo).items()]
+    sending, alone = _communication_ms(kernels)
     return [*lines, f"{alone / num_steps:9.1f} ms  of communication with nothing beside it"] if sending else lines
 
 
-def kernel_rows(trace_dir: pathlib.Path) -> list[Row]:
-    """Kernels of the first GPU, longest first: name, op (of the compiled program), source (JAX's name), count, ms."""
+def _rows(kernels: Iterable[Row]) -> list[Row]:
+    """Equal kernels together, longest first: name, op (of the compiled program), source (JAX's name), count, ms."""
     sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0])
-    for event in _kernels(trace_dir):
+    for event in kernels:
         args = event.get("args", {})
         key = (event["name"], str(args.get("hlo_op", "")), str(args.get("tf_op", args.get("name", ""))))
         sums[key][0] += 1
@@ -40,9 +41,8 @@ def kernel_rows(trace_dir: pathlib.Path) -> list[Row]:
     return sorted(rows, key=lambda row: -row["ms"])
 
 
-def communication_ms(trace_dir: pathlib.Path) -> tuple[float, float]:
-    """Time in which the first GPU is sending or receiving, and the part of it in which it does nothing else."""
-    kernels = _kernels(trace_dir)
+def _communication_ms(kernels: Sequence[Row]) -> tuple[float, float]:
+    """Time in which a GPU is sending or receiving, and the part of it in which it does nothing else."""
     sending = [event for event in kernels if _COMMUNICATION in event["name"]]
     rest = [event for event in kernels if _COMMUNICATION not in event["name"]]
     return _covered_ms(sending), _covered_ms(kernels) - _covered_ms(rest)
@@ -76,7 +76,7 @@ def time_by_kind(rows: Iterable[Row], hlo: str) -> dict[str, float]:
     """Kind of work -> ms, longest first.
 
     Args:
-        rows: from `kernel_rows`.
+        rows: kernels by name, with their ms.
         hlo: the text of the compiled program; a fusion's kernel has the fusion's name there.
     """
     bodies, names = _fusions(hlo)

@@ -109,7 +109,8 @@ class Guard:
         found = self._culprit(error)
         if found is not None:
             self._own_exit_code = found.exit_code
-            self._peers.tell_failure(f"error: {found}", found.exit_code)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has gone since
+                self._peers.tell_failure(f"error: {found}", found.exit_code)
             raise found from None
         message, exit_code = told(error)
         text = (message or f"{type(error).__name__}: {error}").removeprefix("error: ")
