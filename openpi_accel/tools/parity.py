@@ -107,10 +107,34 @@ class Parity:
         _, noise_rng, time_rng = jax.random.split(self.golden.key(), 3)
         return draw_noise_time(noise_rng, time_rng, self.actions.shape)
 
-    def _loss(self, params: Params, images: dict[str, jax.Array], noise_time: tuple[jax.Array, jax.Array]) -> jax.Array:
-        noise, time = noise_time
-        obs = dataclasses.replace(self.obs, images=images)
-        return flow_matching_loss(self.bind(params), obs, self.actions, noise, time)
+    @functools.cached_property
+    def _loss(self) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
+        """(parameters, images) -> loss B A, compiled once."""
+        # Evaluated here, not under the trace, where the cache would keep a tracer.
+        noise, time = self.noise_time
+
+        def loss(params: Params, images: dict[str, jax.Array]) -> jax.Array:
+            obs = dataclasses.replace(self.obs, images=images)
+            return flow_matching_loss(self.bind(params), obs, self.actions, noise, time)
+
+        return jax.jit(loss)
+
+    @functools.cached_property
+    def _loss_and_grads(self) -> Callable[[Params, dict[str, jax.Array]], tuple[jax.Array, Params]]:
+        """(parameters, images) -> loss B A and the gradient of its mean, compiled once."""
+        loss_fn = self._loss
+
+        def mean_loss(params: Params, images: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            loss = loss_fn(params, images)
+            return jnp.mean(loss), loss
+
+        compiled = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
+
+        def run(params: Params, images: dict[str, jax.Array]) -> tuple[jax.Array, Params]:
+            (_, loss), grads = compiled(params, images)
+            return loss, grads
+
+        return run
 
     @functools.cached_property
     def forward(self) -> tuple[Forward, jax.Array]:
@@ -128,15 +152,7 @@ class Parity:
     @functools.cached_property
     def loss_and_grads(self) -> tuple[jax.Array, Params]:
         """Loss B A and the gradient of its mean, without augmentation."""
-        # Evaluated here, not under the trace, where the cache would keep a tracer.
-        noise_time = self.noise_time
-
-        def mean_loss(params: Params) -> tuple[jax.Array, jax.Array]:
-            loss = self._loss(params, to_float(self.obs.images), noise_time)
-            return jnp.mean(loss), loss
-
-        (_, loss), grads = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(self.params)
-        return loss, grads
+        return self._loss_and_grads(self.params, to_float(self.obs.images))
 
     @functools.cached_property
     def augmented(self) -> dict[str, jax.Array]:
@@ -191,16 +207,15 @@ class Parity:
             for name, drawn in zip(("noise", "time"), self.drawn, strict=True):
                 if name in self.golden:
                     yield Leaf(f"{name} (drawn)", np.asarray(drawn), self.golden[name], "drawn")
+        # The backward pass is compiled only for a golden that has gradients; both losses then come from that program.
+        with_grads = bool(self.golden.under("grads"))
         if "fwd/loss" in self.golden:
-            # The backward pass is compiled only for a golden that has gradients.
-            if self.golden.under("grads"):
-                loss, _ = self.loss_and_grads
-            else:
-                loss = jax.jit(self._loss)(self.params, to_float(self.obs.images), self.noise_time)
-            yield from self._with_mean("fwd/loss", loss)
+            plain = self.loss_and_grads[0] if with_grads else self._loss(self.params, to_float(self.obs.images))
+            yield from self._with_mean("fwd/loss", plain)
         if "train_loss_augmented" in self.golden:
+            args = self.params, self.augmented
             yield from self._with_mean(
-                "train_loss_augmented", jax.jit(self._loss)(self.params, self.augmented, self.noise_time)
+                "train_loss_augmented", self._loss_and_grads(*args)[0] if with_grads else self._loss(*args)
             )
 
     def _with_mean(self, name: str, loss: jax.Array) -> Iterator[Leaf]:

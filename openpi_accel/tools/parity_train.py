@@ -1,12 +1,13 @@
 """The parity of whole training steps: losses, norms, parameters and their average, with upstream's random streams."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from openpi_accel.config.schema import Architecture, OptimizerConfig, ScheduleConfig
 from openpi_accel.data.augment import augment
@@ -86,24 +87,23 @@ def _run(
     seed = int(golden.meta("seed_train", 42))
     rng = golden.key("train/rng_key_data") if "train/rng_key_data" in golden else jax.random.key(seed)
 
-    loss_fn = make_loss_fn(bind, augment)
-    step = jax.jit(make_train_step(loss_fn, tx, schedule, is_trainable, ema_decay))
+    step = jax.jit(make_train_step(make_loss_fn(bind, augment), tx, schedule, is_trainable, ema_decay))
     state = init_state(params, tx, is_trainable, ema_decay)
     batch = Batch(observation=golden.observation(), actions=jnp.asarray(golden["actions"]))
-    first = state.params
     metrics = []
+    slack: dict[str, np.ndarray] = {}
     for _ in range(num_steps):
         state, values = step(state, batch, rng)
         metrics.append(values)
-    if not with_slack:  # bfloat16's tolerances are wide enough
-        return metrics, state, {}
-    grads = jax.jit(jax.grad(loss_fn))(first, batch, jax.random.fold_in(rng, 0))
-    norm = float(metrics[0]["grad_norm"])
-    slack = _first_update_slack(grads, min(1.0, optimizer.clip_gradient_norm / norm), float(schedule(0)), optimizer.eps)
+        if with_slack and not slack:  # bfloat16's tolerances are wide enough
+            # After one step Adam's first moment is (1 - b1) times the gradient, clipped already.
+            moment = optax.tree_utils.tree_get(state.opt_state, "mu")
+            clipped = {path: np.asarray(m, np.float64) / (1 - optimizer.b1) for path, m in flatten(moment).items()}
+            slack = _first_update_slack(clipped, float(schedule(0)), optimizer.eps)
     return metrics, state, slack
 
 
-def _first_update_slack(grads: Params, clip: float, learning_rate: float, eps: float) -> dict[str, np.ndarray]:
+def _first_update_slack(grads: Mapping[str, np.ndarray], learning_rate: float, eps: float) -> dict[str, np.ndarray]:
     """By how much the rounding of gradients may move each parameter in the first update.
 
     Adam's first update is learning_rate * g / (|g| + eps). Where |g| is as small as eps (about one entry in a hundred),
@@ -115,8 +115,8 @@ def _first_update_slack(grads: Params, clip: float, learning_rate: float, eps: f
         return learning_rate * g / (np.abs(g) + eps)
 
     slack = {}
-    for path, grad in flatten(grads).items():
-        g = np.abs(np.asarray(grad, np.float64)) * clip
+    for path, grad in grads.items():
+        g = np.abs(grad)
         noise = _GRADIENT_NOISE * g.max()
         largest = np.maximum(update(g + noise) - update(g), update(g) - update(g - noise))
         slack[path] = np.where(g > 0, largest, 0.0)  # exactly 0: nothing was summed, so nothing rounded

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -95,15 +96,18 @@ def test_trains_and_goes_on_as_if_it_had_not_stopped(arguments, capsys):
         rows = read_rows(pathlib.Path(config.checkpoint_base_dir) / "pi05_demo" / name / "metrics.jsonl")
         return {row["step"]: (row["loss"], row["sample_ids_hash"]) for row in rows if "loss" in row}
 
-    straight = losses("straight", "--num-train-steps=6", "--data.val-fraction=0.34", "--val-batches=1")
+    held_out = ("--data.val-fraction=0.34", "--val-batches=1", "--save-interval=3", "--keep-period=3")
+    straight = losses("straight", "--num-train-steps=6", *held_out)
     said = capsys.readouterr().out
     assert said.count("step compiled in") == 2 and f"(batches with {', '.join(TWO)})" in said
     assert "libero: 25 % of the samples" in said
     assert sorted(straight) == list(range(6)) and all(np.isfinite(loss) for loss, _ in straight.values())
-    held_out = ("--data.val-fraction=0.34", "--val-batches=1")
-    losses("stopped", "--num-train-steps=3", *held_out)
+    runs = pathlib.Path(config_of(arguments).checkpoint_base_dir) / "pi05_demo"
+    shutil.copytree(runs / "straight", runs / "stopped")
+    shutil.rmtree(runs / "stopped" / "5")
+    assert (runs / "stopped" / "3").is_dir()
     assert losses("stopped", "--num-train-steps=6", "--resume", *held_out) == straight
-    folder = pathlib.Path(config_of(arguments).checkpoint_base_dir) / "pi05_demo" / "stopped"
+    folder = runs / "stopped"
     rows = read_rows(folder / "metrics.jsonl")
     assert any("val_loss" in row for row in rows)
 

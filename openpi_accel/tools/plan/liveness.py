@@ -60,7 +60,6 @@ def timeline(
     free: Collection[int],
     sharded: Sharded,
     kernels: Collection[str] = (),
-    gradients_late: bool = False,
     sizes: Program | None = None,
 ) -> Timeline:
     """Follows the values of a program from birth to last use. Its inputs are not counted.
@@ -70,11 +69,10 @@ def timeline(
         free: outputs that overwrite inputs.
         sharded: which values lie as sharded parameters do.
         kernels: primitives beside the known ones that are kernels of their own.
-        gradients_late: the products that give gradients of parameters are put off until somebody needs them, too.
         sizes: the same program traced at another batch, whose bytes are to be counted.
     """
     num_bytes = (sizes or program).num_bytes
-    lifetimes = _Lifetimes(program, frozenset(free), frozenset(kernels), sharded.values if gradients_late else ())
+    lifetimes = _Lifetimes(program, frozenset(free), frozenset(kernels))
     length = len(lifetimes.order)
     change = np.zeros((length + 1, 2), np.int64)
     for value, start in lifetimes.start.items():
@@ -98,7 +96,6 @@ def timeline(
                 free=carried,
                 sharded=sharded.bodies[index][number],
                 kernels=kernels,
-                gradients_late=gradients_late,
                 sizes=None if sizes is None else sizes.operations[index].bodies[number],
             )
             moments.append(now + np.stack([inner.whole, inner.sharded, inner.gathered], axis=1))
@@ -114,8 +111,8 @@ class _Lifetimes:
         start, stop: of each buffer, positions in `order`, both included.
     """
 
-    def __init__(self, program: Program, free: frozenset[int], kernels: frozenset[str], late: Collection[int]) -> None:
-        self.kernels, self._late = kernels, late
+    def __init__(self, program: Program, free: frozenset[int], kernels: frozenset[str]) -> None:
+        self.kernels = kernels
         self._program, self._free = program, free
         self._buffered = set(self._choose_buffered())
         self._sources: dict[int, frozenset[int]] = {}
@@ -178,7 +175,7 @@ class _Lifetimes:
                         stack.append((other, False))
 
         for index, op in enumerate(operations):
-            if _is_anchor(op, self.kernels) and not (op.name == _PRODUCT and op.outputs[0] in self._late):
+            if _is_anchor(op, self.kernels):
                 yield from with_needs(index)
         for index in range(len(operations)):
             yield from with_needs(index)

@@ -28,8 +28,6 @@ from openpi_accel.types import TrainState
 
 # Bytes are linear in the samples of a microbatch, so two of them tell all; the larger one tells the order.
 _SAMPLES = (4, 32)
-# XLA's latency-hiding scheduler keeps to this share of what the arguments leave (xla_gpu_memory_limit_slop_factor).
-_SCHEDULER_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,28 +38,23 @@ class Footprint:
         state: shapes of the state.
         batch_bytes: of one sample.
         num_cameras: that go through the vision tower.
-        follow: gives the timelines of the step at two numbers of samples per device and microbatch; with gradients as
-            late as they can be, or not.
+        timelines: of the step at two numbers of samples per device and microbatch.
         in_parts: traced with two microbatches, which stand for any number of them.
     """
 
     state: TrainState
     batch_bytes: int
     num_cameras: int
-    follow: Callable[[bool], tuple[Timeline, Timeline]]
+    timelines: tuple[Timeline, Timeline]
     in_parts: bool
 
-    def memory(
-        self, samples_per_device: int, num_microbatches: int, fsdp_devices: int, limit: int | None = None
-    ) -> StepMemory:
-        """Of one device, at the least; with a limit, as much of it as is used.
+    def memory(self, samples_per_device: int, num_microbatches: int, fsdp_devices: int) -> StepMemory:
+        """Of one device.
 
         Args:
             samples_per_device: of the whole batch; a multiple of the microbatches.
             num_microbatches: 1 exactly where not `in_parts`.
             fsdp_devices: over which the state is sharded.
-            limit: bytes that JAX may use of one of several devices. There the compiler puts the products off that give
-                gradients, whose sums over the devices come last, while its limit allows.
         """
         assert (num_microbatches > 1) == self.in_parts
         samples = samples_per_device // num_microbatches
@@ -69,10 +62,7 @@ class Footprint:
         state += samples_per_device * self.batch_bytes
         # Augmented images (float32) are drawn for the whole batch; two microbatches of it are in the trace.
         further = max(0, samples_per_device - 2 * samples) * self.batch_bytes * 4
-        within = _peak(self.follow(False), samples, fsdp_devices) + further
-        if limit is not None:
-            room = int(_SCHEDULER_SHARE * (limit - state))
-            within = max(within, min(room, _peak(self.follow(True), samples, fsdp_devices) + further))
+        within = _peak(self.timelines, samples, fsdp_devices) + further
         # Before the first step weights are in float32, and then rounded where they are frozen.
         unrounded = self._bytes(fsdp_devices, lambda leaf: 4 * (leaf.dtype == jnp.bfloat16), self.state.params)
         return StepMemory(state=state, temporaries=max(within, unrounded))
@@ -117,26 +107,21 @@ def footprint(config: TrainConfig, acceleration: Acceleration) -> Footprint:
     sharded = [FSDP_AXIS in sharding.spec for sharding in jax.tree.leaves(state_shardings(state, _mesh(2)))]
     layout = spread(large, list(itertools.compress(large.inputs, sharded)))
 
-    @functools.cache
-    def follow(gradients_late: bool) -> tuple[Timeline, Timeline]:
-        one, two = (
-            timeline(
-                large,
-                free=large.outputs[: len(leaves)],
-                sharded=layout,
-                kernels=fused_attention.KERNELS,
-                gradients_late=gradients_late,
-                sizes=program,
-            )
-            for program in (small, large)
+    one, two = (
+        timeline(
+            large,
+            free=large.outputs[: len(leaves)],
+            sharded=layout,
+            kernels=fused_attention.KERNELS,
+            sizes=program,
         )
-        return one, two
-
+        for program in (small, large)
+    )
     return Footprint(
         state=state,
         batch_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sample)),
         num_cameras=len(sample.observation.images),
-        follow=follow,
+        timelines=(one, two),
         in_parts=config.num_microbatches > 1,
     )
 

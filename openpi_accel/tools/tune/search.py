@@ -109,7 +109,7 @@ class Search:
         started_s = time.monotonic()
         planned = self._planned(point)
         predicted_gib = None if planned is None else planned.need.total / _GIB
-        if planned is not None and self.limit is not None and planned.least.total > self.limit:
+        if planned is not None and self.limit is not None and planned.need.total > self.limit:
             return self.bench.refuse(point, predicted_gib, "does not fit, by prediction")
         return self.bench.run(point, predicted_gib, left_s - (time.monotonic() - started_s))
 
