@@ -64,6 +64,7 @@ class Guard:
         self._silent: set[int] = set()
         self._told_by_others: list[tuple[str, int]] = []
         self._own_exit_code: int | None = None
+        self._own_words: str | None = None
         self._last_words = self._peers.last_words(self._speak_last)
         self._told_s, self._own_trouble = 0.0, ""
         self._ending, self._over = threading.Event(), threading.Event()
@@ -89,7 +90,8 @@ class Guard:
             except jax.errors.JaxRuntimeError:  # process 0 is gone, and nobody can be told
                 if _is_of_jax(error):  # for that very reason, most likely
                     self._own_exit_code = MISSED_EXIT_CODE
-                    raise OtherProcessEnded(f"rank 0 ended without a word; {self.kept()}", MISSED_EXIT_CODE) from None
+                    self._own_words = f"{self._first_is_gone() or 'rank 0 ended without a word'}; {self.kept()}"
+                    raise OtherProcessEnded(self._own_words, MISSED_EXIT_CODE) from None
             self._own_exit_code = told(error)[1]
             return
         if several:
@@ -199,6 +201,8 @@ class Guard:
         """C++ code aborts this process, which must not ask JAX for anything any more; gives the exit code."""
         if self._own_exit_code is not None:
             time.sleep(_PRINT_S)
+            if self._own_words is not None:  # once more: the lines of what aborts came after
+                self._say(f"error: {self._own_words}")
             return self._own_exit_code
         if self._told_by_others:
             text, exit_code = self._told_by_others[0]
@@ -206,8 +210,8 @@ class Guard:
             return exit_code
         if self._silent:  # before rank 0 is asked, which the same end may have taken along a moment ago
             why = f"{name_ranks(sorted(self._silent))} ended without a word, and JAX ends the others; see the log there"
-        elif self._peers.rank != 0 and (problem := self._peers.first_is_gone()):
-            why = f"rank 0 ended without a word: {problem}. The reason is in the log there, or the platform killed it"
+        elif self._peers.rank != 0 and (gone := self._first_is_gone()):
+            why = gone
         elif self._peers.rank != 0 and time.monotonic() - self._reached_s > SILENT_S:
             quiet_s = time.monotonic() - self._reached_s
             why = f"rank 0 stands still: nothing was heard of it for {quiet_s:.0f} s. The reason is on its machine"
@@ -215,6 +219,14 @@ class Guard:
             why = f"rank {self._peers.rank} was aborted by JAX or another library; its own lines above say why"
         self._say(f"error: {why}; {self.kept()}")
         return MISSED_EXIT_CODE
+
+    def _first_is_gone(self) -> str:
+        """How rank 0's end shows; empty where it does not."""
+        problem = self._peers.first_is_gone()
+        return (
+            problem
+            and f"rank 0 ended without a word: {problem}. The reason is in the log there, or the platform killed it"
+        )
 
     def _look_at_signals(self) -> None:
         """Before training, what the main thread does may take minutes in C code and has nothing to save."""

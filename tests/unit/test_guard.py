@@ -337,15 +337,25 @@ def test_a_finished_process_waits_for_one_that_still_closes(members: tuple[Membe
     assert not other.is_alive()
 
 
-def test_a_collective_that_fails_when_rank_0_has_gone_is_not_ones_own_fault(members: tuple[Member, Member]) -> None:
-    watching = Guard(peers=members[1], say=lambda _: None)
-    watching.committed = lambda: 7
-    with pytest.raises(OtherProcessEnded, match="rank 0 ended without a word; checkpoint 7 is complete") as caught:
+@pytest.mark.parametrize(
+    ("problem", "why"), [("", ""), ("it does not answer", ": it does not answer. The reason is in")]
+)
+def test_a_collective_that_fails_when_rank_0_has_gone_is_not_ones_own_fault(
+    members: tuple[Member, Member], problem: str, why: str
+) -> None:
+    said: list[str] = []
+    watching = Guard(peers=members[1], say=said.append)
+    watching.committed, members[1].gone = lambda: 7, problem
+    with pytest.raises(
+        OtherProcessEnded, match=f"rank 0 ended without a word{why}.*; checkpoint 7 is complete"
+    ) as caught:
         watching.__enter__()
         broken = ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
         with mock.patch.object(Member, "failures", side_effect=jax.errors.JaxRuntimeError("UNAVAILABLE")):
             watching.__exit__(ValueError, broken, None)
-    assert caught.value.exit_code == MISSED_EXIT_CODE and watching._speak_last() == MISSED_EXIT_CODE
+    assert caught.value.exit_code == MISSED_EXIT_CODE and said == []
+    # JAX aborts while that is printed: its lines come after, so the words come once more.
+    assert watching._speak_last() == MISSED_EXIT_CODE and said == [f"error: {caught.value}"]
 
 
 def test_the_guard_outlives_an_error_of_its_own(members: tuple[Member, Member]) -> None:

@@ -35,7 +35,7 @@ from openpi_accel.train.memory import step_memory
 from tests.conftest import COMPILING, REPO
 from tests.tiny import tiny_config
 
-CONFIG = tiny_config(action_horizon=4, weight_loader=WeightLoaderConfig(), batch_size=2, freeze="vision")
+CONFIG = tiny_config(action_horizon=4, weight_loader=WeightLoaderConfig(), batch_size=2, freeze="all_but_action_expert")
 MEMORY = sizes.Memory(parameters=100, optimizer=200, average=100, batch=5, temporaries=None)
 TRAFFIC = sizes.Traffic(host_to_device=1000, state_read=70, state_written=60, collectives={"all-reduce": 8.0})
 
