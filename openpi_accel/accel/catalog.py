@@ -110,7 +110,7 @@ CATALOG: tuple[Entry, ...] = (
         fields={"unroll_layers": True},
         bound=_REORDERED,
         reference="models.stack.ScanLayers",
-        candidate="accel.layers.UnrolledLayers: no stacked residuals, no dead last-layer work",
+        candidate="accel.layers.UnrolledLayers: no stacked residuals, no dead last-layer work, gradients in turn",
     ),
     Entry(
         name="remat_dots",
