@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from openpi_accel import tree
 from openpi_accel.errors import UserError
@@ -19,6 +20,7 @@ from openpi_accel.train.checkpoint import CheckpointStore, Position
 from openpi_accel.train.run_folder import committed_steps, prepare_run_folder
 from openpi_accel.train.start import abstract_state, fresh_state
 from openpi_accel.types import Params, TrainState
+from tests.conftest import NUM_CPU_DEVICES
 from tests.unit import toy
 
 EMA = 0.9
@@ -134,6 +136,34 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path: pathlib.Path
     for _ in range(5):
         state = overwrite(state)
     store.wait()
+    assert_equal(store.restore(1, abstract())[0], expected)
+    store.close()
+
+
+def test_what_lies_on_all_devices_is_sent_by_one_and_nothing_is_cut(tmp_path: pathlib.Path) -> None:
+    mesh = make_mesh(1)
+    assert mesh.size == NUM_CPU_DEVICES
+    state = jax.device_put(a_state(), NamedSharding(mesh, PartitionSpec()))
+    expected = jax.tree.map(np.array, state)
+    sizes = {leaf.shape[0] % NUM_CPU_DEVICES for leaf in jax.tree.leaves(state) if leaf.ndim}
+    assert 0 in sizes  # Orbax would have found something to cut
+    overwrite = jax.jit(lambda s: jax.tree.map(lambda leaf: leaf * 0, s), donate_argnums=0)
+    jax.block_until_ready(overwrite(jax.tree.map(jnp.copy, state)))
+    compiled: list[str] = []
+
+    def note(name: str, _: float, **kwargs: object) -> None:
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(str(kwargs))
+
+    store = CheckpointStore(tmp_path)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        store.save(1, state, Position(next_sample=0))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    overwrite(state)
+    store.wait()
+    assert compiled == []
     assert_equal(store.restore(1, abstract())[0], expected)
     store.close()
 
