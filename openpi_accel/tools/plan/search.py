@@ -32,7 +32,7 @@ class Planned:
 
     Attributes:
         config: with global batch, microbatches and fsdp.
-        need: of each device.
+        need: memory of each device.
         options: what to give beside the config that was asked about.
         recomputed: share of the products computed once more, of those that forward and backward pass need.
     """
