@@ -53,9 +53,9 @@ def told(error: BaseException) -> tuple[str | None, int]:
     if is_out_of_memory(error):
         return (
             f"error: a device's memory is full ({str(error).splitlines()[0][:300]}). A step that fits by its size may "
-            "not where what is free lies in pieces, or another program holds some of it (nvidia-smi). Give a smaller "
-            "--batch-size, --num-microbatches 2, or --fsdp-devices with several devices; python scripts/plan.py says "
-            "what fits.",
+            "not where what is free lies in pieces (XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async in the environment helps "
+            "then), or another program holds some of it (nvidia-smi). Give a smaller --batch-size, --num-microbatches "
+            "2, or --fsdp-devices with several devices; python scripts/plan.py says what fits.",
             2,
         )
     if isinstance(error, KeyboardInterrupt):

@@ -32,6 +32,7 @@ from openpi_accel.parallel.shared_storage import check_shared_storage
 from openpi_accel.train.checkpoint import CheckpointStore, Position, check_settings
 from openpi_accel.train.disk_space import check_disk_space
 from openpi_accel.train.guard import Guard
+from openpi_accel.train.host_memory import made_for_saves
 from openpi_accel.train.loop import RunResult, StepByStructure, abstract_batch, compile_ahead, run
 from openpi_accel.train.memory import device_limit, require_memory, step_memory
 from openpi_accel.train.metrics import MetricsWriter, WandbSettings
@@ -139,13 +140,13 @@ def _train(config: TrainConfig, acceleration: Acceleration, environment: Environ
     settings = {**training.settings, **meaning}
     if resume_from is not None:
         check_settings(folder / str(resume_from), settings)
-    with guard.clock.doing(COMPILE):
-        step = _compile(config, data, training, mesh, say)
-    fresh: TrainState | None = None
-    if resume_from is None:
-        fresh, weights = training.fresh_state()
-        say(_describe_weights(weights, config))
-
+    with made_for_saves(training.abstract):
+        with guard.clock.doing(COMPILE):
+            step = _compile(config, data, training, mesh, say)
+        fresh: TrainState | None = None
+        if resume_from is None:
+            fresh, weights = training.fresh_state()
+            say(_describe_weights(weights, config))
     older = committed_steps(folder) if config.overwrite else []
     prepare_run_folder(folder, resume=config.resume, overwrite=config.overwrite)
     if older:

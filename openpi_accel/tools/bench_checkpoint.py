@@ -76,8 +76,11 @@ def _state(config: TrainConfig, whole: bool) -> TrainState:
 def _measure(state: TrainState, num_saves: int, folder: pathlib.Path) -> dict[str, object]:
     store = CheckpointStore(folder, max_to_keep=1)
     saves = []
+    # New arrays for every save, as a step makes them: JAX keeps what an array once sent to the host.
+    renewed = jax.jit(lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0)
     try:
         for index in range(num_saves):
+            state = jax.block_until_ready(renewed(state))
             start = time.perf_counter()
             store.save(index, state, Position(next_sample=0))
             blocked_s = time.perf_counter() - start
