@@ -29,6 +29,7 @@ class Cluster:
         process_id: from 0.
         started_by: the platform, for people.
         hosts: the nodes' names in the order of their processes, where the platform tells them; else empty.
+        gpus_per_node: as NPROC_PER_NODE tells it, where nothing else tells the number of nodes.
     """
 
     host: str
@@ -37,6 +38,7 @@ class Cluster:
     process_id: int
     started_by: str
     hosts: tuple[str, ...] = ()
+    gpus_per_node: int | None = None
 
     @property
     def coordinator_address(self) -> str:
@@ -45,10 +47,11 @@ class Cluster:
 
     def describe(self) -> str:
         """One line on what was recognised."""
-        return (
-            f"started by {self.started_by}: node {self.process_id} of {self.num_processes}, "
-            f"coordinator {self.coordinator_address}"
-        )
+        size, gpus = self.num_processes, self.gpus_per_node or 1
+        line = f"started by {self.started_by}: node {self.process_id} of {size}, coordinator {self.coordinator_address}"
+        if gpus == 1 or size % gpus:
+            return line
+        return f"{line}. Should these be {size} GPUs, {gpus} on each node: export WORLD_SIZE={size // gpus}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,8 +199,9 @@ def parse(env: Mapping[str, str]) -> Cluster | None:
 
     attempt(lambda: _refuse_missing(given, explicit, platform, env))
     world_size = number("WORLD_SIZE", 1, _MOST_NODES)
+    gpus = attempt(lambda: _gpus_per_node(env))
     if world_size is not None:
-        attempt(lambda: _refuse_gpu_count(env, world_size))
+        attempt(lambda: _refuse_gpu_count(env, world_size, gpus))
     rank = number("RANK", 0, (world_size or _MOST_NODES) - 1)
     port = number("MASTER_PORT", 1, 65535)
     host = attempt(lambda: _host(given["MASTER_ADDR"])) if "MASTER_ADDR" in given else None
@@ -212,6 +216,7 @@ def parse(env: Mapping[str, str]) -> Cluster | None:
         process_id=rank,
         started_by=_started_by(platform, explicit),
         hosts=hosts if len(hosts) == world_size else (),
+        gpus_per_node=None if _num_nodes(env) else gpus,
     )
 
 
@@ -338,7 +343,7 @@ def _refuse_several_per_node(platform: Platform, env: Mapping[str, str]) -> None
         )
 
 
-def _refuse_gpu_count(env: Mapping[str, str], world_size: int) -> None:
+def _refuse_gpu_count(env: Mapping[str, str], world_size: int, gpus: int | None) -> None:
     """Many platforms count GPUs in WORLD_SIZE; the start would wait for processes that never come."""
     local_rank = _get(env, "LOCAL_RANK")
     local_size = _get(env, "LOCAL_WORLD_SIZE") or "1"
@@ -347,18 +352,29 @@ def _refuse_gpu_count(env: Mapping[str, str], world_size: int) -> None:
             f"LOCAL_RANK={local_rank} says that a launcher started several processes on this node. One process "
             "drives all GPUs of a node: start one per node (torchrun --nproc-per-node=1, or no torchrun at all)."
         )
-    variable = next((name for name in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE") if _get(env, name)), "")
+    nodes = _num_nodes(env)
+    if gpus and gpus > 1 and nodes.isdecimal() and int(nodes) * gpus == world_size:
+        raise UserError(
+            f"WORLD_SIZE={world_size} counts GPUs here ({nodes} nodes x {_gpus_variable(env)}={gpus}). One process per "
+            f"node drives all GPUs of it, so WORLD_SIZE must count nodes: export WORLD_SIZE={nodes}, and RANK must be "
+            f"the node's index, 0 to {int(nodes) - 1}."
+        )
+
+
+def _num_nodes(env: Mapping[str, str]) -> str:
+    return _get(env, "NNODES") or _get(env, "PET_NNODES") or _get(env, "SLURM_NNODES")
+
+
+def _gpus_per_node(env: Mapping[str, str]) -> int | None:
+    variable = _gpus_variable(env)
     gpus = _get(env, variable)
     if not variable or gpus in _TORCHRUN_WORDS:
-        return
-    num_gpus = _integer(variable, gpus, 1, 1024, "NPROC_PER_NODE")
-    nodes = _get(env, "NNODES") or _get(env, "PET_NNODES") or _get(env, "SLURM_NNODES")
-    if num_gpus > 1 and nodes.isdecimal() and int(nodes) * num_gpus == world_size:
-        raise UserError(
-            f"WORLD_SIZE={world_size} counts GPUs here ({nodes} nodes x {variable}={gpus}). One process per node "
-            f"drives all GPUs of it, so WORLD_SIZE must count nodes: export WORLD_SIZE={nodes}, and RANK must be the "
-            f"node's index, 0 to {int(nodes) - 1}."
-        )
+        return None
+    return _integer(variable, gpus, 1, 1024, "NPROC_PER_NODE")
+
+
+def _gpus_variable(env: Mapping[str, str]) -> str:
+    return next((name for name in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE") if _get(env, name)), "")
 
 
 def _is_one(value: str | None) -> bool:

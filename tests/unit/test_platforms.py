@@ -218,3 +218,19 @@ def test_host_lists(text: str, hosts: list[str]) -> None:
 def test_no_host_list(text: str) -> None:
     with pytest.raises(UserError, match="X=.*is no list of hosts"):
         expand_hosts(text, "X")
+
+
+@pytest.mark.parametrize(
+    ("env", "doubted"),
+    [
+        (GOOD | {"WORLD_SIZE": "16", "NPROC_PER_NODE": "8"}, True),
+        (GOOD | {"WORLD_SIZE": "16", "NPROC_PER_NODE": "8", "NNODES": "16"}, False),  # the platform agrees
+        (GOOD | {"WORLD_SIZE": "12", "NPROC_PER_NODE": "8"}, False),
+        (GOOD | {"WORLD_SIZE": "16", "NPROC_PER_NODE": "1"}, False),
+        (GOOD | {"WORLD_SIZE": "16"}, False),
+    ],
+)
+def test_a_size_that_may_count_gpus_is_doubted_while_others_are_awaited(env: dict[str, str], doubted: bool) -> None:
+    cluster = parse(env)
+    assert cluster is not None
+    assert cluster.describe().endswith("16 GPUs, 8 on each node: export WORLD_SIZE=2") == doubted
