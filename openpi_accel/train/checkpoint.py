@@ -22,7 +22,7 @@ from openpi_accel.orbax_noise import keep_orbax_quiet
 from openpi_accel.train.checkpoint_tree import read_state, to_items
 from openpi_accel.train.run_folder import committed_steps, remove_leftovers
 from openpi_accel.train.save_time import SaveTimer
-from openpi_accel.train.tree_save import TreeSaveHandler
+from openpi_accel.train.tree_save import TreeSaveHandler, share_out
 from openpi_accel.types import TrainState
 
 MAX_TO_KEEP = 1
@@ -131,7 +131,7 @@ class CheckpointStore:
         """
         self.wait()
         self._timer.began(loop_index)
-        params, train_state = to_items(state)
+        params, train_state = share_out(to_items(state))
         resume = {"position": dataclasses.asdict(position), "settings": self._settings}
         try:
             self._manager.save(

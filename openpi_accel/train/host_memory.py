@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from openpi_accel.train.checkpoint_tree import to_items
+from openpi_accel.train.tree_save import share_out
 from openpi_accel.types import TrainState
 
 
@@ -39,20 +40,14 @@ def made_for_saves(abstract: TrainState) -> Iterator[None]:
 
 
 def pieces(abstract: TrainState) -> list[tuple[jax.Device, int]]:
-    """(device, bytes) of every copy that this process makes in a save.
-
-    As Orbax divides them: of what lies on several devices in full one process sends one copy (`tree_save.py`), several
-    processes an equal part from each device.
-    """
-    alone, found = jax.process_count() == 1, []
-    for leaf in jax.tree.leaves(to_items(abstract)):
+    """(device, bytes) of every shard that this process sends in a save, the largest first."""
+    found = []
+    for leaf in jax.tree.leaves(share_out(to_items(abstract))):
         size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
-        copies: dict[str, list[jax.Device]] = {}
+        senders: dict[str, jax.Device] = {}
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-            copies.setdefault(str(index), []).append(device)
-        for devices in copies.values():
-            senders = devices[:1] if alone else devices
-            found += [(d, size // len(senders)) for d in senders if d.process_index == jax.process_index()]
+            senders.setdefault(str(index), device)
+        found += [(d, size) for d in senders.values() if d.process_index == jax.process_index()]
     return sorted(found, key=lambda piece: -piece[1])
 
 

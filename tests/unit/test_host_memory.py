@@ -10,7 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from openpi_accel.parallel.mesh import BATCH_AXIS, FSDP_AXIS, make_mesh
+from openpi_accel.train.checkpoint_tree import to_items
 from openpi_accel.train.host_memory import made_for_saves, pieces
+from openpi_accel.train.tree_save import share_out
 from openpi_accel.types import TrainState
 
 
@@ -33,19 +35,23 @@ def test_one_process_sends_one_copy_of_everything(fsdp_devices: int) -> None:
     mesh = make_mesh(fsdp_devices)
     assert mesh.size == 8 and mesh.shape[BATCH_AXIS] == 8 // fsdp_devices
     state = state_on(mesh)
-    sent = [s for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards if s.replica_id == 0]
+    saved = jax.tree.leaves(share_out(to_items(state)))
+    sent = [s for leaf in saved for s in leaf.addressable_shards if s.replica_id == 0]
     expected = collections.Counter((shard.device, shard.data.nbytes) for shard in sent)
     assert collections.Counter(pieces(shapes(state))) == expected
     assert sum(size for _, size in pieces(shapes(state))) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-def test_several_processes_divide_what_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: 2)  # of which this one has every device
-    state = state_on(make_mesh(4))
-    found = collections.Counter(pieces(shapes(state)))
-    for device in jax.devices():
-        assert found[device, 64 * 8 * 4 // 4 // 2] == 2  # a quarter, which two devices have
-        assert found[device, 40 * 4 // 8] == 2
+@pytest.mark.parametrize("fsdp_devices", [1, 4])
+def test_all_devices_send(fsdp_devices: int) -> None:
+    mesh = make_mesh(fsdp_devices)
+    everywhere = jax.NamedSharding(mesh, PartitionSpec(None, FSDP_AXIS))
+    params = {str(i): jax.ShapeDtypeStruct((5, 16), jnp.float32, sharding=everywhere) for i in range(16)}
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.NamedSharding(mesh, PartitionSpec()))
+    sent = collections.Counter[jax.Device]()
+    for device, size in pieces(TrainState(step=step, params=params, opt_state=(), ema_params=None)):
+        sent[device] += size
+    assert len(sent) == 8 and max(sent.values()) - min(sent.values()) <= 4
 
 
 def test_it_is_made_beside_the_work_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
