@@ -8,7 +8,7 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ COMPILING = {
 }
 os.environ.update(COMPILING)
 # For the environment of a process whose numbers are compared with no other program's: compiling is most of its time.
+# The fixture `quick` does the same in this process.
 QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
@@ -114,6 +115,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     counts = config.stash.get(_DESELECTED, {})
     for marker, (what, _) in _NEEDS.items():
         terminalreporter.write_line(f"{counts.get(marker, 0)} tests deselected for want of {what}")
+
+
+@pytest.fixture
+def quick() -> Iterator[None]:
+    """What this test compiles, it compiles as quickly as QUICK does."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import jax
 
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.platforms import Cluster, parse
-from openpi_accel.parallel.roll_call import roll_call
+from openpi_accel.parallel.roll_call import await_coordinator, roll_call
 
 # Pods may still be pulling their image; process 0 says meanwhile whom it waits for.
 START_TIMEOUT_S = 600
@@ -51,6 +51,8 @@ def initialize(
         return None
     say(cluster.describe())
     roll_call(cluster, timeout_s, say)
+    if cluster.process_id != 0:
+        await_coordinator(cluster)
     try:
         jax.distributed.initialize(
             coordinator_address=cluster.coordinator_address,

@@ -16,7 +16,10 @@ from typing import Any
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.platforms import Cluster
 
-_RETRY_S = 0.5
+# The first pause between two calls, and the longest: processes of one job start within moments of each other.
+_FIRST_RETRY_S, _RETRY_S = 0.02, 0.5
+# Who has the port is asked, and given so long to answer.
+_TWIN_S = 5.0
 _LONGEST_LINE = 65536
 _LONGEST_TROUBLE = 2000
 _MOST_NAMED = 16
@@ -42,6 +45,22 @@ def roll_call(
         _report(cluster, timeout_s, trouble, say, remind_s)
 
 
+def await_coordinator(cluster: Cluster, timeout_s: float = 5.0) -> None:
+    """After the roll call: returns once JAX's coordinator has taken the port over, or after `timeout_s` seconds.
+
+    A process whose first call finds nobody there makes JAX wait for nearly a second before the next one.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((cluster.host, cluster.port), timeout=1) as connection,
+        ):
+            if connection.getsockname() != connection.getpeername():
+                return
+        time.sleep(_FIRST_RETRY_S / 2)
+
+
 class _Host:
     """Process 0's side: one connection for each process that is there and waits."""
 
@@ -55,12 +74,15 @@ class _Host:
     def gather(self, timeout_s: float) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
-            self._selector.register(stack.enter_context(_listen(self._cluster)), selectors.EVENT_READ, None)
+            listener = stack.enter_context(_listen(self._cluster))
+            self._selector.register(listener, selectors.EVENT_READ, None)
             try:
                 self._wait(timeout_s)
             except UserError as error:
                 self._answer({"error": str(error)})
                 raise
+            self._selector.unregister(listener)
+            listener.close()  # whom the port answers from now on has reached JAX (`await_coordinator`)
             self._answer({"go": True})
 
     def _wait(self, timeout_s: float) -> None:
@@ -157,7 +179,7 @@ def _report(cluster: Cluster, timeout_s: float, trouble: str, say: Callable[[str
     remind_at_s = started_s + remind_s
     # Process 0 speaks when its own time is over; it may have started last.
     patience_s = timeout_s + 10
-    failure = "no answer"
+    failure, pause_s = "no answer", _FIRST_RETRY_S
 
     def remind() -> None:
         nonlocal remind_at_s
@@ -187,7 +209,8 @@ def _report(cluster: Cluster, timeout_s: float, trouble: str, say: Callable[[str
                 else "the connection was closed without an answer"
             )
         remind()
-        time.sleep(min(_RETRY_S, max(0.0, deadline_s - time.monotonic())))
+        time.sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
+        pause_s = min(2 * pause_s, _RETRY_S)
     raise UserError(_absent(cluster, [0], f"at {cluster.coordinator_address} within {timeout_s:g} s: {failure}"))
 
 
@@ -241,9 +264,9 @@ def _listen(cluster: Cluster) -> socket.socket:
 def _ask_twin(cluster: Cluster) -> None:
     """Is it another process of this run that has the port, as rank 0, too? Raises what that one says."""
     answer: dict[str, Any] = {}
-    with contextlib.suppress(OSError), socket.create_connection(("localhost", cluster.port), timeout=5) as connection:
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", cluster.port), _TWIN_S) as connection:
         connection.sendall(json.dumps(_card(cluster, "")).encode() + b"\n")
-        answer = _decode(_line(connection, 5))
+        answer = _decode(_line(connection, _TWIN_S))
     if "error" in answer:
         raise UserError(answer["error"])
 

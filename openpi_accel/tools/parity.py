@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from openpi_accel.config.schema import Architecture
-from openpi_accel.data.augment import augment, to_float
+from openpi_accel.data.augment import to_float
 from openpi_accel.errors import UserError
 from openpi_accel.models.ops import REFERENCE_OPS, Ops
 from openpi_accel.models.pi0 import Forward
-from openpi_accel.models.pure import bind, init_params
-from openpi_accel.objective import draw_noise_time, flow_matching_loss
+from openpi_accel.objective import draw_noise_time
 from openpi_accel.tools.golden import Golden, architecture_of
+from openpi_accel.tools.parity_programs import augmented, model_programs
 from openpi_accel.tools.parity_train import train_leaves
 from openpi_accel.tree import flatten
 from openpi_accel.types import Params
@@ -65,21 +65,22 @@ class GroupResult:
 
 
 class Parity:
-    """Runs the model on a golden's inputs; each piece is compiled once and only when a group asks for it."""
+    """Runs the model on a golden's inputs; each piece is compiled only when a group asks for it."""
 
     def __init__(self, golden: Golden, dtype: str | None = None, ops: Ops = REFERENCE_OPS):
         self.golden = golden
         self.arch: Architecture = architecture_of(golden, dtype)
         # Either side in bfloat16 makes the comparison one of bfloat16.
         self.tolerances = TOLERANCES["bfloat16" if "bfloat16" in (self.arch.dtype, golden.dtype) else "float32"]
-        self.bind = bind(self.arch, ops)
+        self.ops = ops
+        self.programs = model_programs(self.arch, ops)
         self.params = golden.params()
         self.obs = golden.observation()
         self.actions = jnp.asarray(golden["actions"])
         self._check_parameters()
 
     def _check_parameters(self) -> None:
-        expected = flatten(jax.eval_shape(lambda: init_params(self.arch, jax.random.key(0))))
+        expected = flatten(self.programs.shapes)
         found = flatten(self.params)
         for path in sorted(expected.keys() | found.keys()):
             if path not in found or path not in expected or found[path].shape != expected[path].shape:
@@ -107,57 +108,26 @@ class Parity:
         _, noise_rng, time_rng = jax.random.split(self.golden.key(), 3)
         return draw_noise_time(noise_rng, time_rng, self.actions.shape)
 
-    @functools.cached_property
-    def _loss(self) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
-        """(parameters, images) -> loss B A, compiled once."""
-        # Evaluated here, not under the trace, where the cache would keep a tracer.
-        noise, time = self.noise_time
-
-        def loss(params: Params, images: dict[str, jax.Array]) -> jax.Array:
-            obs = dataclasses.replace(self.obs, images=images)
-            return flow_matching_loss(self.bind(params), obs, self.actions, noise, time)
-
-        return jax.jit(loss)
-
-    @functools.cached_property
-    def _loss_and_grads(self) -> Callable[[Params, dict[str, jax.Array]], tuple[jax.Array, Params]]:
-        """(parameters, images) -> loss B A and the gradient of its mean, compiled once."""
-        loss_fn = self._loss
-
-        def mean_loss(params: Params, images: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            loss = loss_fn(params, images)
-            return jnp.mean(loss), loss
-
-        compiled = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
-
-        def run(params: Params, images: dict[str, jax.Array]) -> tuple[jax.Array, Params]:
-            (_, loss), grads = compiled(params, images)
-            return loss, grads
-
-        return run
+    def _loss_args(self, images: dict[str, jax.Array]) -> tuple[Any, ...]:
+        """What the programs of the loss take."""
+        return self.params, dataclasses.replace(self.obs, images=images), self.actions, *self.noise_time
 
     @functools.cached_property
     def forward(self) -> tuple[Forward, jax.Array]:
         """Everything of one pass without augmentation, and its dense mask B T T."""
         noise, time = self.noise_time
         x_t = time[:, None, None] * noise + (1 - time[:, None, None]) * self.actions
-
-        def run(params: Params) -> tuple[Forward, jax.Array]:
-            obs = dataclasses.replace(self.obs, images=to_float(self.obs.images))
-            out = self.bind(params).forward(obs, x_t, time)
-            return out, out.mask.dense()
-
-        return jax.jit(run)(self.params)
+        return self.programs.forward(self.params, self.obs, x_t, time)
 
     @functools.cached_property
     def loss_and_grads(self) -> tuple[jax.Array, Params]:
         """Loss B A and the gradient of its mean, without augmentation."""
-        return self._loss_and_grads(self.params, to_float(self.obs.images))
+        return self.programs.loss_and_grads(*self._loss_args(to_float(self.obs.images)))
 
     @functools.cached_property
     def augmented(self) -> dict[str, jax.Array]:
         """Images B H W 3 after augmentation with the golden's preprocess key."""
-        return jax.jit(augment)(jax.random.split(self.golden.key(), 3)[0], self.obs.images)
+        return augmented(jax.random.split(self.golden.key(), 3)[0], self.obs.images)
 
     def _compare(self, name: str, ours: Any, kind: str, rows: np.ndarray | None = None) -> Iterator[Leaf]:
         """One leaf per sample array that the golden has; only its first samples, only valid `rows` (B T)."""
@@ -210,13 +180,13 @@ class Parity:
         # The backward pass is compiled only for a golden that has gradients; both losses then come from that program.
         with_grads = bool(self.golden.under("grads"))
         if "fwd/loss" in self.golden:
-            plain = self.loss_and_grads[0] if with_grads else self._loss(self.params, to_float(self.obs.images))
+            args = self._loss_args(to_float(self.obs.images))
+            plain = self.loss_and_grads[0] if with_grads else self.programs.loss(*args)
             yield from self._with_mean("fwd/loss", plain)
         if "train_loss_augmented" in self.golden:
-            args = self.params, self.augmented
-            yield from self._with_mean(
-                "train_loss_augmented", self._loss_and_grads(*args)[0] if with_grads else self._loss(*args)
-            )
+            args = self._loss_args(self.augmented)
+            loss = self.programs.loss_and_grads(*args)[0] if with_grads else self.programs.loss(*args)
+            yield from self._with_mean("train_loss_augmented", loss)
 
     def _with_mean(self, name: str, loss: jax.Array) -> Iterator[Leaf]:
         for leaf in self._compare(name, loss, "loss"):
@@ -237,22 +207,20 @@ class Parity:
             yield from self._compare(f"augmented/{camera}", self.augmented[camera], "augmented")
 
     def _train(self) -> Iterator[Leaf]:
-        for comparison in train_leaves(self.golden, self.arch, self.bind):
+        for comparison in train_leaves(self.golden, self.arch, self.ops):
             yield Leaf(*comparison)
 
     def _sample(self) -> Iterator[Leaf]:
         if "sample/actions" not in self.golden:
             return
         count = self.golden.num_samples
-
-        def run(params: Params, noise: jax.Array) -> jax.Array:
-            obs = jax.tree.map(lambda x: x[:count], dataclasses.replace(self.obs, images=to_float(self.obs.images)))
-            return self.bind(params).sample_actions(obs, noise)
-
         noise = self.golden["sample/noise"]
         if noise.shape != (count, *self.actions.shape[1:]):
             raise UserError(f"{self.golden.name}: sample/noise has shape {noise.shape}; expected {count} samples.")
-        yield from self._compare("sample/actions", jax.jit(run)(self.params, jnp.asarray(noise)), "forward")
+        obs = jax.tree.map(lambda x: x[:count], self.obs)
+        yield from self._compare(
+            "sample/actions", self.programs.sample(self.params, obs, jnp.asarray(noise)), "forward"
+        )
 
     def leaves(self, group: str) -> list[Leaf]:
         """All comparisons of a group; none where the golden lacks it."""

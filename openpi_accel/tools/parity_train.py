@@ -1,7 +1,7 @@
 """The parity of whole training steps: losses, norms, parameters and their average, with upstream's random streams."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,16 +10,14 @@ import numpy as np
 import optax
 
 from openpi_accel.config.schema import Architecture, OptimizerConfig, ScheduleConfig
-from openpi_accel.data.augment import augment
 from openpi_accel.errors import UserError
 from openpi_accel.models.freeze import trainable_predicate
-from openpi_accel.models.pi0 import Pi0
-from openpi_accel.objective import make_loss_fn
+from openpi_accel.models.ops import Ops
 from openpi_accel.tools.golden import Golden
-from openpi_accel.train.optimizer import make_optimizer, make_schedule
-from openpi_accel.train.step import init_state, make_train_step
+from openpi_accel.tools.parity_programs import train_programs
+from openpi_accel.train.optimizer import make_schedule
 from openpi_accel.tree import flatten
-from openpi_accel.types import Batch, Params
+from openpi_accel.types import Batch
 
 _SERIES = {"loss": "mean_loss", "grad_norm": "train", "param_norm": "train"}
 # By so much of a leaf's largest entry do upstream's own gradients differ between two releases of jax
@@ -29,7 +27,7 @@ _GRADIENT_NOISE = 7e-6
 Comparison = tuple[str, np.ndarray, np.ndarray, str, np.ndarray | float]
 
 
-def train_leaves(golden: Golden, arch: Architecture, bind: Callable[[Params], Pi0]) -> Iterator[Comparison]:
+def train_leaves(golden: Golden, arch: Architecture, ops: Ops) -> Iterator[Comparison]:
     """Repeats the golden's training steps on its one batch: (name, ours, golden, kind of tolerance, slack).
 
     The slack of a parameter is what `_first_update_slack` allows; elsewhere it is 0.
@@ -55,7 +53,7 @@ def train_leaves(golden: Golden, arch: Architecture, bind: Callable[[Params], Pi
             f"{golden.name}: the series below train/ have the shapes {sorted(num_steps)}; expected one length."
         )
 
-    metrics, state, slack = _run(golden, bind, params, is_trainable, next(iter(num_steps))[0], arch.dtype == "float32")
+    metrics, state, slack = _run(golden, arch, ops, next(iter(num_steps))[0])
     for name, values in series.items():
         # Each step is a leaf of its own, so that no step hides behind a larger one.
         for i, value in enumerate(values):
@@ -69,37 +67,29 @@ def train_leaves(golden: Golden, arch: Architecture, bind: Callable[[Params], Pi
 
 
 def _run(
-    golden: Golden,
-    bind: Callable[[Params], Pi0],
-    params: Params,
-    is_trainable: Callable[[str], bool],
-    num_steps: int,
-    with_slack: bool,
+    golden: Golden, arch: Architecture, ops: Ops, num_steps: int
 ) -> tuple[list[dict[str, jax.Array]], Any, dict[str, np.ndarray]]:
     warmup, peak, decay_steps, decay_lr = (float(x) for x in golden["meta/schedule"])
-    schedule = make_schedule(
-        ScheduleConfig(warmup_steps=int(warmup), peak_lr=peak, decay_steps=int(decay_steps), decay_lr=decay_lr)
-    )
+    schedule = ScheduleConfig(warmup_steps=int(warmup), peak_lr=peak, decay_steps=int(decay_steps), decay_lr=decay_lr)
     optimizer = OptimizerConfig(clip_gradient_norm=float(golden.meta("clip", 1.0)))
-    tx = make_optimizer(optimizer, schedule)
     decay = float(golden.meta("ema_decay", math.nan))
     ema_decay = None if math.isnan(decay) else decay
     seed = int(golden.meta("seed_train", 42))
     rng = golden.key("train/rng_key_data") if "train/rng_key_data" in golden else jax.random.key(seed)
 
-    step = jax.jit(make_train_step(make_loss_fn(bind, augment), tx, schedule, is_trainable, ema_decay))
-    state = init_state(params, tx, is_trainable, ema_decay)
+    start, step = train_programs(arch, ops, schedule, optimizer, ema_decay)
+    state = start(golden.params())
     batch = Batch(observation=golden.observation(), actions=jnp.asarray(golden["actions"]))
     metrics = []
     slack: dict[str, np.ndarray] = {}
     for _ in range(num_steps):
         state, values = step(state, batch, rng)
         metrics.append(values)
-        if with_slack and not slack:  # bfloat16's tolerances are wide enough
+        if arch.dtype == "float32" and not slack:  # bfloat16's tolerances are wide enough
             # After one step Adam's first moment is (1 - b1) times the gradient, clipped already.
             moment = optax.tree_utils.tree_get(state.opt_state, "mu")
             clipped = {path: np.asarray(m, np.float64) / (1 - optimizer.b1) for path, m in flatten(moment).items()}
-            slack = _first_update_slack(clipped, float(schedule(0)), optimizer.eps)
+            slack = _first_update_slack(clipped, float(make_schedule(schedule)(0)), optimizer.eps)
     return metrics, state, slack
 
 

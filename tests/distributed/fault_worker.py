@@ -52,6 +52,7 @@ def main() -> int:
     assert jax.device_count() == 2, jax.devices()
     watchdog.SLOW_S = 2.0
     guard.SILENT_S = watchdog.SILENT_S = 4.0
+    guard._OWN_WORDS_S = 2.0
 
     def held() -> None:
         (args.folder / f"held-{jax.process_index()}").touch()

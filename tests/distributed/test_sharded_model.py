@@ -34,14 +34,23 @@ DATA_PARALLEL, SHARDED, HYBRID = (1, 8), (8, 8), (4, 8)
 UNROLLED: dict[str, Any] = {"unroll_layers": True, "cast_early": True, "flash_attn": True, "remat": "dots"}
 
 
-@functools.cache
 def step_of(layout: tuple[int, int], unrolled: bool = False) -> StepResult:
+    return _step_of(layout, unrolled)
+
+
+@functools.cache
+def _step_of(layout: tuple[int, int], unrolled: bool) -> StepResult:
+    """To a cache, an argument left out is another call than its default."""
     assert jax.device_count() == 8
     return run_step(*layout, **(UNROLLED if unrolled else {}))
 
 
-@functools.cache
 def collectives_of(layout: tuple[int, int], unrolled: bool = False) -> tuple[Collective, ...]:
+    return _collectives_of(layout, unrolled)
+
+
+@functools.cache
+def _collectives_of(layout: tuple[int, int], unrolled: bool) -> tuple[Collective, ...]:
     """Those of arrays: what is drawn by rejection asks every device by one byte whether all are content."""
     found = read_collectives(step_of(layout, unrolled).hlo)
     return tuple(c for c in found if any(math.prod(shape) > 1 for _, shape in c.results))

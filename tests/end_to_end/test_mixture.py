@@ -86,7 +86,7 @@ def test_worker_processes_make_the_same_batches(arguments):
             jax.tree.map(np.testing.assert_array_equal, one.batch, other.batch)
 
 
-def test_trains_and_goes_on_as_if_it_had_not_stopped(arguments, capsys):
+def test_trains_and_goes_on_as_if_it_had_not_stopped(arguments, capsys, quick):
     assert jax.device_count() == NUM_CPU_DEVICES
     acceleration = Acceleration(skip_images=("auto",), skip_video_decode=True)
 

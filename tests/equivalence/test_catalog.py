@@ -157,9 +157,7 @@ def test_twenty_steps(params: Params) -> None:
         loss_fn, value_and_grad = loss_and_how(*settings)
         schedule = make_schedule(config.lr_schedule)
         tx = make_optimizer(config.optimizer, schedule)
-        step = jax.jit(
-            make_train_step(loss_fn, tx, schedule, lambda path: True, 0.9, value_and_grad), compiler_options=QUICK
-        )
+        step = jax.jit(make_train_step(loss_fn, tx, schedule, lambda path: True, 0.9, value_and_grad))
         state = init_state(jax.tree.map(jnp.asarray, params), tx, lambda path: True, 0.9)
         batch, rows = batch_of(settings[1].skip_images), []
         for _ in range(20):

@@ -15,6 +15,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """What JAX was started with; all processes are there at once."""
     calls: list[dict[str, object]] = []
     monkeypatch.setattr(distributed, "roll_call", lambda cluster, timeout_s, say: calls.append({"waits_s": timeout_s}))
+    monkeypatch.setattr(distributed, "await_coordinator", lambda cluster: calls.append({"awaits": cluster.port}))
     monkeypatch.setattr("jax.distributed.initialize", lambda **kwargs: calls.append(kwargs))
     return calls
 
@@ -30,6 +31,7 @@ def test_jax_is_told_everything(started: list[dict[str, object]]) -> None:
     initialize(NODE | {"NCCL_DEBUG": "INFO"}, timeout_s=7, say=said.append)
     assert started == [
         {"waits_s": 7},
+        {"awaits": 29500},
         {
             "coordinator_address": "10.0.0.1:29500",
             "num_processes": 2,
@@ -46,7 +48,8 @@ def test_jax_is_told_everything(started: list[dict[str, object]]) -> None:
 def test_process_0_tells_the_network_settings(started: list[dict[str, object]]) -> None:
     said: list[str] = []
     initialize(NODE | {"RANK": "0", "NCCL_DEBUG": "INFO"}, say=said.append)
-    assert len(started) == 2 and said[0] == "network settings: NCCL_DEBUG=INFO" and len(said) == 2
+    assert len(started) == 2  # its own coordinator it need not await
+    assert said[0] == "network settings: NCCL_DEBUG=INFO" and len(said) == 2
 
 
 def test_network_settings_are_those_of_nccl_and_infiniband() -> None:

@@ -214,7 +214,7 @@ def test_a_save_that_does_not_fit_leaves_the_older_checkpoint(
             pytest.warns(UserWarning, match=r"loss_curve\.png could not be written"),  # a picture stops nothing
             pytest.raises(UserError, match="A checkpoint could not be written") as error,
         ):
-            toy.train(tmp_path, 1000, resume=True, save_interval=4, log_interval=1000)
+            toy.train(tmp_path, 1000, resume=True, save_interval=4, log_interval=1000, curve=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert re.search(rf"{tmp_path}/2 is complete and stays\. If the disk is full, free space", str(error.value))

@@ -48,7 +48,7 @@ def programs_of(config: TrainConfig) -> tuple[Any, Any, Programs, jax.sharding.M
     return training, host, Programs(training, training.fresh_state()[0], batch, config.num_microbatches, mesh), mesh
 
 
-def test_the_programs_are_parts_of_the_step() -> None:
+def test_the_programs_are_parts_of_the_step(quick: None) -> None:
     training, host, programs, mesh = programs_of(dataclasses.replace(CONFIG, num_microbatches=2))
     batch, start = jax.device_put(host, batch_sharding(mesh)), jax.tree.map(jnp.copy, programs.state)
     rng = jax.random.fold_in(training.train_rng, 0)

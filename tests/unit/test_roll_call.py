@@ -9,7 +9,7 @@ import pytest
 
 from openpi_accel.errors import UserError
 from openpi_accel.parallel.platforms import Cluster
-from openpi_accel.parallel.roll_call import roll_call
+from openpi_accel.parallel.roll_call import await_coordinator, roll_call
 
 
 def free_port() -> int:
@@ -136,7 +136,8 @@ def test_a_process_that_died_while_it_waited_may_come_again() -> None:
     assert roll.join() == {"0": None, "1": None, "2": None}
 
 
-def test_a_taken_port_is_named() -> None:
+def test_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openpi_accel.parallel.roll_call._TWIN_S", 0.5)
     roll = Roll()
     with socket.create_server(("", roll.port)):
         roll.start("0", 0)
@@ -206,3 +207,30 @@ def test_who_waits_for_rank_0_says_so_and_what_it_hears() -> None:
     found = "another program listens there, as it answers b'HTTP/1.1 400"
     assert found in str(outcome) and "choose another MASTER_PORT on all nodes" in str(outcome)
     assert any(line.startswith("waiting for rank 0 at 127.0.0.1:") and found in line for line in roll.said)
+
+
+def test_the_coordinator_is_awaited_but_not_for_ever() -> None:
+    port = free_port()
+    cluster = Cluster(host="127.0.0.1", port=port, num_processes=2, process_id=1, started_by="a test")
+    began_s = time.monotonic()
+    await_coordinator(cluster, timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - began_s < 2
+    waiting = threading.Thread(target=await_coordinator, args=(cluster, 30))
+    waiting.start()
+    waiting.join(timeout=0.1)
+    assert waiting.is_alive()
+    with socket.create_server(("127.0.0.1", port)):
+        waiting.join(timeout=10)
+        assert not waiting.is_alive()
+
+
+def test_nobody_listens_once_all_may_go_on() -> None:
+    """So that who is answered on the port then has reached JAX."""
+    roll = Roll()
+    roll.start("0", 0, size=2)
+    with roll.connect() as second:
+        second.sendall(b'{"rank": 1, "num_processes": 2, "host": "b"}\n')
+        assert second.recv(100) == b'{"go": true}\n'
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", roll.port), timeout=5).close()
+    assert roll.join() == {"0": None}

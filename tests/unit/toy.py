@@ -87,6 +87,13 @@ SCHEDULE = make_schedule(ScheduleConfig(warmup_steps=3, peak_lr=1e-2, decay_step
 TX = make_optimizer(OptimizerConfig(), SCHEDULE)
 
 
+class WithoutCurve(MetricsWriter):
+    """Draws no loss curve, which a run does after every save: Matplotlib would be most of a toy run's time."""
+
+    def save_loss_curve(self, name: str = "loss_curve.png") -> None:
+        pass
+
+
 def train(
     folder: pathlib.Path,
     num_steps: int,
@@ -102,10 +109,11 @@ def train(
     on_first_batch: Any = None,
     show: bool = False,
     guard: Guard | None = None,
+    curve: bool = False,
 ) -> tuple[loop.RunResult, Any]:
     """A run as the composition root builds it; also returns the compiled step.
 
-    `loader` may be a function of the sample to begin with.
+    `loader` may be a function of the sample to begin with. With `curve` the loss is drawn, too.
     """
     mesh = mesh or make_mesh(1, jax.devices()[:1])
     is_trainable = everything
@@ -123,7 +131,8 @@ def train(
     step = make_train_step(loss_fn, TX, SCHEDULE, is_trainable, ema_decay)
     batch = loop.abstract_batch(next(batches()).batch, BATCH, mesh)
     compiled = loop.compile_ahead(step, mesh, abstract, batch, jax.random.key(1))
-    metrics = MetricsWriter(folder, resume_step=int(state.step), enabled=jax.process_index() == 0)
+    writer = MetricsWriter if curve else WithoutCurve
+    metrics = writer(folder, resume_step=int(state.step), enabled=jax.process_index() == 0)
     next_sample = position.next_sample if position and position.next_sample is not None else 0
     try:
         result = loop.run(

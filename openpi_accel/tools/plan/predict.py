@@ -38,15 +38,20 @@ class Footprint:
         state: shapes of the state.
         batch_bytes: of one sample.
         num_cameras: that go through the vision tower.
-        timelines: of the step at two numbers of samples per device and microbatch.
+        trace: gives `timelines`; takes seconds.
         in_parts: traced with two microbatches, which stand for any number of them.
     """
 
     state: TrainState
     batch_bytes: int
     num_cameras: int
-    timelines: tuple[Timeline, Timeline]
+    trace: Callable[[], tuple[Timeline, Timeline]]
     in_parts: bool
+
+    @functools.cached_property
+    def timelines(self) -> tuple[Timeline, Timeline]:
+        """Of the step at two numbers of samples per device and microbatch; traced for the first that asks."""
+        return self.trace()
 
     def memory(self, samples_per_device: int, num_microbatches: int, fsdp_devices: int) -> StepMemory:
         """Of one device.
@@ -58,14 +63,17 @@ class Footprint:
         """
         assert (num_microbatches > 1) == self.in_parts
         samples = samples_per_device // num_microbatches
-        state = self._bytes(fsdp_devices, lambda leaf: leaf.dtype.itemsize, self.state)
-        state += samples_per_device * self.batch_bytes
+        state = self.state_bytes(fsdp_devices) + samples_per_device * self.batch_bytes
         # Augmented images (float32) are drawn for the whole batch; two microbatches of it are in the trace.
         further = max(0, samples_per_device - 2 * samples) * self.batch_bytes * 4
         within = _peak(self.timelines, samples, fsdp_devices) + further
         # Before the first step weights are in float32, and then rounded where they are frozen.
         unrounded = self._bytes(fsdp_devices, lambda leaf: 4 * (leaf.dtype == jnp.bfloat16), self.state.params)
         return StepMemory(state=state, temporaries=max(within, unrounded))
+
+    def state_bytes(self, fsdp_devices: int) -> int:
+        """The state alone, on one device; needs no trace."""
+        return self._bytes(fsdp_devices, lambda leaf: leaf.dtype.itemsize, self.state)
 
     def _bytes(self, fsdp_devices: int, itemsize: Callable[[Any], int], tree: Any) -> int:
         def share(leaf: Any, sharding: NamedSharding) -> int:
@@ -87,7 +95,7 @@ def _peak(timelines: tuple[Timeline, Timeline], samples: int, fsdp_devices: int)
 
 @functools.lru_cache(maxsize=64)
 def footprint(config: TrainConfig, acceleration: Acceleration) -> Footprint:
-    """Traces the step. To trace once what is the same, the config should be `same_trace`.
+    """Builds the step. To trace once what is the same, the config should be `same_trace`.
 
     Raises:
         UserError: the freeze filter does not fit, or the prompt length is not known.
@@ -101,27 +109,23 @@ def footprint(config: TrainConfig, acceleration: Acceleration) -> Footprint:
         lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype),
         random_batch(config, acceleration.skip_images),
     )
-    small, large = (_trace(training.step, state, sample, n, training.train_rng) for n in samples)
-    leaves = jax.tree.leaves(state)
-    # Sharding by any number touches the same leaves; two devices stand for all.
-    sharded = [FSDP_AXIS in sharding.spec for sharding in jax.tree.leaves(state_shardings(state, _mesh(2)))]
-    layout = spread(large, list(itertools.compress(large.inputs, sharded)))
 
-    one, two = (
-        timeline(
-            large,
-            free=large.outputs[: len(leaves)],
-            sharded=layout,
-            kernels=fused_attention.KERNELS,
-            sizes=program,
+    def trace() -> tuple[Timeline, Timeline]:
+        small, large = (_trace(training.step, state, sample, n, training.train_rng) for n in samples)
+        leaves = jax.tree.leaves(state)
+        # Sharding by any number touches the same leaves; two devices stand for all.
+        sharded = [FSDP_AXIS in sharding.spec for sharding in jax.tree.leaves(state_shardings(state, _mesh(2)))]
+        layout = spread(large, list(itertools.compress(large.inputs, sharded)))
+        lives = functools.partial(
+            timeline, large, free=large.outputs[: len(leaves)], sharded=layout, kernels=fused_attention.KERNELS
         )
-        for program in (small, large)
-    )
+        return lives(sizes=small), lives(sizes=large)
+
     return Footprint(
         state=state,
         batch_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sample)),
         num_cameras=len(sample.observation.images),
-        timelines=(one, two),
+        trace=trace,
         in_parts=config.num_microbatches > 1,
     )
 

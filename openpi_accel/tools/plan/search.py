@@ -106,8 +106,9 @@ class Planner:
 
     def _hopeless(self, config: TrainConfig) -> bool:
         """Whether the state alone is too large, however sharded."""
-        one = dataclasses.replace(config, num_microbatches=1, fsdp_devices=self.num_devices)
-        return self._need(one, 0).state * (1 + MARGIN) > self.limit
+        one = dataclasses.replace(config, num_microbatches=1)
+        state_bytes = footprint(same_trace(one), self.acceleration).state_bytes(self.num_devices)
+        return state_bytes * (1 + MARGIN) > self.limit
 
     def _need(self, config: TrainConfig, samples_per_device: int) -> StepMemory:
         return footprint(same_trace(config), self.acceleration).memory(
