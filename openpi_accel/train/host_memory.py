@@ -52,13 +52,11 @@ def pieces(abstract: TrainState) -> list[tuple[jax.Device, int]]:
 
 
 def _make(wanted: list[tuple[jax.Device, int]], leaving: threading.Event) -> None:
-    zeros = np.zeros(max((size for _, size in wanted), default=0), np.uint8)
     held = []  # all at once, as a save has them
-    for device, size in wanted:
-        if leaving.is_set():
-            return
-        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        try:
+    with contextlib.suppress(MemoryError, jax.errors.JaxRuntimeError):  # no room: the save itself will tell
+        zeros = np.zeros(max((size for _, size in wanted), default=0), np.uint8)
+        for device, size in wanted:
+            if leaving.is_set():
+                return
+            pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
             held.append(jax.block_until_ready(jax.device_put(zeros[:size], pinned)))
-        except jax.errors.JaxRuntimeError:  # no room: the save itself will tell
-            return
