@@ -57,13 +57,15 @@ def test_all_devices_send(fsdp_devices: int) -> None:
 def test_it_is_made_beside_the_work_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     abstract, device_put = shapes(state_on(make_mesh(8))), jax.device_put
     made: list[tuple[int, str | None]] = []
-    two, go_on = threading.Event(), threading.Event()
+    two, go_on, all_made = threading.Event(), threading.Event(), threading.Event()
 
     def watched(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         made.append((value.nbytes, sharding.memory_kind))
         if len(made) == 2:
             two.set()
             assert go_on.wait(60)
+        if len(made) == 2 + len(pieces(abstract)):
+            all_made.set()
         return device_put(value, sharding)
 
     monkeypatch.setattr(jax, "device_put", watched)
@@ -75,8 +77,7 @@ def test_it_is_made_beside_the_work_and_no_longer(monkeypatch: pytest.MonkeyPatc
         threading.Timer(0.2, go_on.set).start()
     assert made == [(size, "pinned_host") for _, size in pieces(abstract)[:2]]  # leaving stopped it
     with made_for_saves(abstract):
-        while len(made) < 2 + len(pieces(abstract)):
-            pass
+        assert all_made.wait(60)
     assert [size for size, _ in made[2:]] == [size for _, size in pieces(abstract)]
 
 

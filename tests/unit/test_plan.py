@@ -128,6 +128,7 @@ def test_sharded_parameters_are_gathered_one_at_a_time() -> None:
         (OPT, DOTS, 28, 32, 1, 1, 92.5),  # two, data parallel
         (OPT, DOTS, 28, 64, 1, 1, 125.9),
         (OPT, DOTS, 28, 48, 1, 2, 83.4),
+        (OPT, DOTS, 28, 64, 1, 2, 100.7),
         (OPT, DOTS, 28, 72, 1, 2, 109.4),
         (OPT, DOTS, 36, 39, 1, 2, 74.8),
         pytest.param(OPT, DOTS, 36, 78, 2, 1, 112.3, marks=pytest.mark.long),
